@@ -1,0 +1,1 @@
+"""Which engines the product can drive: the one table of adapters."""
