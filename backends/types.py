@@ -1,4 +1,4 @@
-"""Plain data that crosses the border between the harness and an engine: what to run, how to start it, what it says of itself."""
+"""Plain data that crosses the border between harness and engine: what to run, how to start it, what it says of itself."""
 
 from __future__ import annotations
 
@@ -139,9 +139,7 @@ class SpecCounters:
     prefix_hit_tokens: int | None = None
     prefix_query_tokens: int | None = None
     preemptions: int | None = None
-    engine_steps: int | None = (
-        None  # engine steps in which at least one sequence decoded: decode_steps ÷ this = mean batch size
-    )
+    engine_steps: int | None = None  # steps in which a sequence decoded; mean batch = decode_steps ÷ this
     process_start_s: float | None = None  # Unix time; a change means that the server restarted
 
     def __sub__(self, before: SpecCounters) -> SpecCounters:

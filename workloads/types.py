@@ -35,9 +35,7 @@ class Request:
     output_tokens: int | None = None  # as recorded by the source
     output_text: str | None = None  # recorded completion, where the source has it
     max_tokens: int | None = None  # the limit the caller set, where known
-    sampling: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # temperature, top_p, top_k, seed, stop, ... as the API spells them
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, seed, stop, ... as the API has them
     tools: Sequence[Mapping[str, Any]] | None = None
     response_format: Mapping[str, Any] | None = None
     session_id: str | None = None
