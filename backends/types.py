@@ -60,7 +60,7 @@ class ServingConfig:
     max_num_seqs: int = 64
     chunked_prefill: bool = True
     prefix_caching: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:
