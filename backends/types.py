@@ -30,7 +30,7 @@ class BackendError(Exception):
 
     def __init__(self, message: str, *, kind: str = "crash", log_tail: str = "") -> None:
         super().__init__(message)
-        self.kind = kind  # out_of_memory, bad_flag, missing_weights, unsupported, port_in_use, hang, crash
+        self.kind = kind  # missing_command, out_of_memory, bad_flag, missing_weights, unsupported, port_in_use, hang, crash
         self.log_tail = log_tail
 
 
