@@ -36,7 +36,13 @@ class Run:
     """One run of the main job over a resolved space. Everything measured is in the store before the next load starts."""
 
     def __init__(
-        self, settings: RunSettings, space: Space, traces: Mapping[str, Trace], store: RunStore, progress: RunProgress
+        self,
+        settings: RunSettings,
+        space: Space,
+        traces: Mapping[str, Trace],
+        parts: Mapping[str, Parts],
+        store: RunStore,
+        progress: RunProgress,
     ) -> None:
         self.settings = settings
         self.space = space
@@ -45,7 +51,7 @@ class Run:
         self.progress = progress
         self.findings = Findings(settings, space, store.records)
         self.lab = Lab(settings, store, traces, progress, self.findings.trials)
-        self.parts = {name: split(trace, settings) for name, trace in traces.items()}
+        self.parts = parts
         self.began = time.monotonic()
 
     def execute(self) -> dict[str, Any]:
