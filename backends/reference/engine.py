@@ -83,7 +83,11 @@ class Engine:
 
     def resolved(self) -> dict[str, object]:
         """Settings in effect, defaults filled in."""
-        settings = {**asdict(self.options), "model": str(self.options.model), "dtype": str(self.model.dtype).removeprefix("torch.")}
+        settings = {
+            **asdict(self.options),
+            "model": str(self.options.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
         settings |= {"max_model_len": self.max_model_len, "kv_cache_tokens": self.capacity_tokens}
         return settings | {"threads": torch.get_num_threads(), "version": f"torch {torch.__version__}"}
 
@@ -192,7 +196,13 @@ class Engine:
         return Verdict(path, int(race(law.log(), sampling.seed, position + len(path), RESIDUAL)))
 
     def _commit(
-        self, plan: Plan, drafts: list[Draft], verdicts: dict[int, Verdict], batch: Batch, hidden: Tensor, captured: list[Tensor]
+        self,
+        plan: Plan,
+        drafts: list[Draft],
+        verdicts: dict[int, Verdict],
+        batch: Batch,
+        hidden: Tensor,
+        captured: list[Tensor],
     ) -> list[StepOutput]:
         """Advance every sequence of the step, and count."""
         outputs = []

@@ -63,7 +63,11 @@ def load_model(
 
 
 def _layer(
-    config: ModelConfig, index: int, tensor: Callable[..., Tensor], weights: _Weights, linear: Callable[..., Callable[[Tensor], Tensor]]
+    config: ModelConfig,
+    index: int,
+    tensor: Callable[..., Tensor],
+    weights: _Weights,
+    linear: Callable[..., Callable[[Tensor], Tensor]],
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
