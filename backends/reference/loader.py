@@ -59,7 +59,9 @@ def load_model(
         output = tensor("lm_head.weight", config.vocab_size, config.hidden_size)
     head = HEADS[quantization](output, None)
     weights.finish()
-    return Decoder(config, embedding, layers, norm, head, max_positions or config.context_tokens)
+    return Decoder(
+        config, embedding=embedding, layers=layers, norm=norm, head=head, positions=max_positions or config.context_tokens
+    )
 
 
 def _layer(

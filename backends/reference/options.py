@@ -16,7 +16,7 @@ SELF_INT4 = "self-int4"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`draft` is a model directory, or `self-int4`. `max_model_len` and `kv_cache_tokens` None: as the model and memory allow."""
+    """`draft` is a model directory, or `self-int4`. `max_model_len`, `kv_cache_tokens` None: what model and memory allow."""
 
     model: Path
     variant: str = "off"
