@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both build .venv by themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+PY := $(VENV)/bin/python
+DEMO_OUT ?= runs/demo
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(VENV)/.installed
+	$(PY) tune.py --trace workloads/samples/demo.jsonl --out $(DEMO_OUT) \
+		--variants off,ngram,draft_model --draft draft_model=self-int4 --k 2,4,6 --batch-sizes 1,8 \
+		--max-output-tokens 40
+
+test: $(VENV)/.installed-test
+	$(PY) -m pytest -m "not slow and not engines"
+
+test-slow: $(VENV)/.installed-test
+	$(PY) -m pytest -m "slow and not engines"
+
+lint: $(VENV)/.installed-test
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+# torch comes first and by itself: without a pin pip takes a CUDA build of several GB.
+$(VENV)/.installed: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

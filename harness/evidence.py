@@ -1,0 +1,191 @@
+"""From trials to the evidence of `harness.decide`: pairs trials on their requests and weighs batch sizes by the trace's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from backends.types import ServingConfig
+from harness.decide import BatchEvidence, Evidence, Ratio
+from harness.space import group_key
+from harness.statistics import paired_speedup, paired_throughput
+from harness.store import Trial
+
+RecordsOf = Callable[[Trial], pa.Table]
+
+
+def batch_shares(records: pa.Table) -> dict[int, float]:
+    """Share of busy time spent at each number of requests in service, from one open-loop replay.
+
+    A request is in service from the moment it was sent to its last token; idle time does not count.
+    """
+    starts = records["sent_s"].to_numpy(zero_copy_only=False).astype(float)
+    ends = records["last_token_s"].to_numpy(zero_copy_only=False).astype(float)
+    known = ~(np.isnan(starts) | np.isnan(ends))
+    times = np.concatenate([starts[known], ends[known]])
+    steps = np.concatenate([np.ones(known.sum()), -np.ones(known.sum())])
+    order = np.lexsort((steps, times))
+    times, level = times[order], np.cumsum(steps[order]).astype(int)
+    shares: dict[int, float] = {}
+    for width, count in zip(np.diff(times), level[:-1], strict=True):
+        if count > 0 and width > 0:
+            shares[int(count)] = shares.get(int(count), 0.0) + float(width)
+    total = sum(shares.values())
+    return {batch: width / total for batch, width in sorted(shares.items())} if total else {}
+
+
+def weights_of(shares: Mapping[int, float], batch_sizes: Sequence[int]) -> dict[int, float]:
+    """Each share moved to the nearest measured batch size on a log scale; equal weights where no shares are known."""
+    if not shares:
+        return {batch: 1.0 / len(batch_sizes) for batch in batch_sizes}
+    weights = dict.fromkeys(batch_sizes, 0.0)
+    for batch, share in shares.items():
+        weights[min(batch_sizes, key=lambda b: (abs(math.log(b / batch)), b))] += share
+    return weights
+
+
+def closed_trials(trials: Sequence[Trial], trace: str, config: ServingConfig, stage: str) -> dict[int, Trial]:
+    """The measured closed-loop trials of one configuration in one stage, by batch size."""
+    return {
+        t.load.concurrency: t
+        for t in trials
+        if t.measured
+        and t.config == config
+        and t.load.mode == "closed"
+        and t.load.trace == trace
+        and t.stage == stage
+        and t.load.concurrency
+    }
+
+
+def pair(off: Trial, on: Trial, objective: str, records_of: RecordsOf) -> BatchEvidence:
+    """Evidence of one batch size from the two trials, on the requests that both completed."""
+    off_records, on_records = records_of(off), records_of(on)
+    p95 = paired_speedup(off_records, on_records, "e2e_s", 0.95)
+    throughput = paired_throughput(off_records, on_records)
+    return BatchEvidence(
+        batch_size=on.load.concurrency or 0,
+        speedup=_speedup(off, on, off_records, on_records, objective),
+        e2e_p95=Ratio(p95.value, p95.ci95),
+        throughput=Ratio(throughput.value, throughput.ci95),
+        tau=on.speculation["tau"] if on.speculation else None,
+        tpot_off_s=_median(off, "tpot_s"),
+        tpot_on_s=_median(on, "tpot_s"),
+    )
+
+
+QUANTILES = {"e2e_p50": ("e2e_s", 0.5), "e2e_p95": ("e2e_s", 0.95), "tpot_p50": ("tpot_s", 0.5)}
+
+
+def _speedup(off: Trial, on: Trial, off_records: pa.Table, on_records: pa.Table, objective: str) -> Ratio:
+    if objective in QUANTILES:
+        found = paired_speedup(off_records, on_records, *QUANTILES[objective])
+        return Ratio(found.value, found.ci95)
+    if objective == "goodput":  # a count against SLOs: a ratio without an interval
+        return Ratio(math.exp(-(log_ratio(on, off, objective) or 0.0)), None)
+    found = paired_throughput(off_records, on_records)
+    return Ratio(found.value, found.ci95)
+
+
+def log_ratio(trial: Trial, baseline: Trial, objective: str) -> float | None:
+    """log(objective of `trial` ÷ of `baseline`), turned so that smaller is better; None where either is unknown or 0."""
+
+    def value(t: Trial) -> float | None:
+        if t.metrics is None:
+            return None
+        if objective in QUANTILES:
+            name, _ = QUANTILES[objective]
+            summary = t.metrics[name]
+            return summary[objective.rsplit("_", 1)[1]] if summary else None
+        return t.metrics["goodput_rps" if objective == "goodput" else "output_tokens_per_s"]
+
+    new, old = value(trial), value(baseline)
+    if not new or not old:
+        return None
+    return math.log(new / old) if objective in QUANTILES else math.log(old / new)
+
+
+def _median(trial: Trial, metric: str) -> float | None:
+    summary = trial.metrics[metric] if trial.metrics else None
+    return summary["p50"] if summary else None
+
+
+def by_batch(
+    trials: Sequence[Trial], trace: str, on: ServingConfig, stages: tuple[str, str], objective: str, records_of: RecordsOf
+) -> tuple[BatchEvidence, ...]:
+    """`on` against its own off at every batch size measured for both; `stages` names where off and on were measured."""
+    offs = closed_trials(trials, trace, on.off(), stages[0])
+    ons = closed_trials(trials, trace, on, stages[1])
+    return tuple(pair(offs[b], ons[b], objective, records_of) for b in sorted(offs.keys() & ons.keys()))
+
+
+def score(evidence: Sequence[BatchEvidence], weights: Mapping[int, float]) -> float:
+    """Mean log speed-up over the trace's batch sizes: what the search compares configurations by. -inf where nothing is known."""
+    total = sum(weights.get(e.batch_size, 0.0) for e in evidence)
+    if not total:
+        return float("-inf")
+    return sum(weights.get(e.batch_size, 0.0) * math.log(e.speedup.value) for e in evidence) / total
+
+
+def best_k(evidence: Mapping[ServingConfig, Sequence[BatchEvidence]], finalist: ServingConfig) -> tuple[tuple[int, int], ...]:
+    """For each batch size the K of the finalist's variant with the best speed-up (0 where none beats off); ties go to smaller K."""
+    best: dict[int, tuple[float, int]] = {}
+    for config, rows in evidence.items():
+        if group_key(config) != group_key(finalist) or config.variant != finalist.variant or config.topk != finalist.topk:
+            continue
+        for row in rows:
+            value = row.speedup.value
+            speed, k = best.get(row.batch_size, (1.0, 0))
+            if value > speed * 1.01 or (value > speed / 1.01 and 0 < config.k < k):
+                best[row.batch_size] = (value, config.k)
+            else:
+                best.setdefault(row.batch_size, (speed, k))
+    return tuple((batch, k) for batch, (_, k) in sorted(best.items()))
+
+
+def open_loop(
+    trials: Sequence[Trial], trace: str, off: ServingConfig, on: ServingConfig, records_of: RecordsOf
+) -> tuple[Ratio | None, Ratio | None]:
+    """E2E p50 and p95, off ÷ on, at the trace's own load. One replay of each gives the ratio and no interval."""
+
+    def last(config: ServingConfig) -> Trial | None:
+        replays = [t for t in trials if t.measured and t.config == config and t.load.mode == "trace" and t.load.trace == trace]
+        return replays[-1] if replays else None
+
+    a, b = last(off), last(on)
+    if a is None or b is None:
+        return None, None
+    p50, p95 = (paired_speedup(records_of(a), records_of(b), "e2e_s", q).value for q in (0.5, 0.95))
+    return Ratio(p50, None), Ratio(p95, None)
+
+
+def evidence_of(
+    finalist: ServingConfig,
+    trials: Sequence[Trial],
+    trace: str,
+    *,
+    objective: str,
+    search_evidence: Mapping[ServingConfig, Sequence[BatchEvidence]],
+    shares: Mapping[int, float],
+    records_of: RecordsOf,
+) -> Evidence:
+    """Everything `decide.judge` needs about the finalist of one group.
+
+    From confirmation trials only, where there are any; the schedule compares all K, so it is from the search.
+    """
+    rows = by_batch(trials, trace, finalist, ("confirm", "confirm"), objective, records_of)
+    rows = rows or tuple(search_evidence.get(finalist, ()))
+    p50, p95 = open_loop(trials, trace, finalist.off(), finalist, records_of)
+    return Evidence(
+        config=finalist,
+        by_batch=rows,
+        weights=weights_of(shares, [r.batch_size for r in rows]) if rows else {},
+        mean_batch=sum(b * s for b, s in shares.items()) if shares else None,
+        open_e2e_p50=p50,
+        open_e2e_p95=p95,
+        schedule=best_k(search_evidence, finalist),
+        metric=objective,
+    )

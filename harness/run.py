@@ -1,0 +1,165 @@
+"""The main job: baseline, search, confirmation. Reads top to bottom as it runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.findings import Finalists, Findings, closed_load, open_load
+from harness.lab import Lab
+from harness.progress import RunProgress
+from harness.quality import measure_quality
+from harness.result import build_result
+from harness.result_schema import validate
+from harness.search import Cell, open_storage, search
+from harness.settings import RunSettings
+from harness.space import Space
+from harness.store import RunStore
+from workloads.types import Trace
+
+SEARCH_SHARE_OF_BUDGET = 0.6
+"""Part of `--budget` after which no new cell is begun: the rest is for confirmation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which requests of a trace search trials send, and which confirmation sends."""
+
+    search: tuple[int, ...]
+    confirm: tuple[int, ...]
+
+
+class Run:
+    """One run of the main job over a resolved space. Everything measured is in the store before the next load starts."""
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        space: Space,
+        traces: Mapping[str, Trace],
+        parts: Mapping[str, Parts],
+        store: RunStore,
+        progress: RunProgress,
+    ) -> None:
+        self.settings = settings
+        self.space = space
+        self.traces = traces
+        self.store = store
+        self.progress = progress
+        self.findings = Findings(settings, space, store.records)
+        self.lab = Lab(settings, store, traces, progress, self.findings.trials)
+        self.parts = parts
+        self.began = time.monotonic()
+
+    def execute(self) -> dict[str, Any]:
+        """Run all stages, write `result.json` and return it."""
+        self.store.write_config(self.settings.to_dict())
+        self.progress.expect(self._loads())
+        with self.lab:
+            self._refuse_infeasible()
+            self._baseline()
+            self._search()
+            self._measure_quality()
+            finalists = self.findings.finalists(list(self.traces))
+            self._confirm(finalists)
+        confirm_requests = sum(len(part.confirm) for part in self.parts.values())
+        result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
+        validate(result)
+        self.store.write_json("result.json", result)
+        return result
+
+    def _refuse_infeasible(self) -> None:
+        for config, reason in self.space.infeasible:
+            load = closed_load(next(iter(self.traces)), self.space.batch_sizes[0])
+            self.lab.refuse(config, load, reason)
+
+    def _baseline(self) -> None:
+        """Off first: at every batch size, and once at the trace's own load for the quantization the user runs."""
+        self.progress.stage("baseline")
+        for off in self.space.offs:
+            for name, parts in self.parts.items():
+                for batch in self.space.batch_sizes:
+                    self.lab.run(off, closed_load(name, batch), parts.search, "baseline", "baseline")
+                if off in self.findings.primary_offs and self._has_arrivals(name):
+                    self.lab.run(off, open_load(name, self.settings), parts.confirm, "baseline", "baseline")
+
+    def _search(self) -> None:
+        self.progress.stage("search")
+        if not self.space.candidates:
+            return
+        deadline = self.began + self.settings.budget_s * SEARCH_SHARE_OF_BUDGET if self.settings.budget_s else None
+        search(
+            self.space,
+            self._measure_cell,
+            strategy=self.settings.strategy,
+            seed=self.settings.seed,
+            objectives=len(self.findings.objectives),
+            storage=open_storage(self.settings.storage, self.store.directory),
+            max_cells=self.settings.max_trials,
+            deadline_s=deadline,
+        )
+
+    def _measure_cell(self, cell: Cell) -> tuple[float, ...] | None:
+        """Mean over the traces of each objective's log ratio to the baseline; None if any trace could not be measured."""
+        rows = []
+        for name, parts in self.parts.items():
+            trial = self.lab.run(cell.config, closed_load(name, cell.batch_size), parts.search, "search", "search")
+            values = self.findings.cell_values(trial)
+            if values is None:
+                return None
+            rows.append(values)
+        self.progress.best(", ".join(c.label() for c in self.findings.finalists(list(self.traces)).values()))
+        return tuple(sum(column) / len(column) for column in zip(*rows, strict=True))
+
+    def _measure_quality(self) -> None:
+        """What each other quantization costs against the one the user runs; kept, since it depends on the model alone."""
+        first, *others = self.settings.quantization
+        if "reference" not in self.settings.backends or not others:
+            return
+        path = self.store.directory / "quality.json"
+        if path.exists():
+            self.findings.quality.update(json.loads(path.read_text()))
+        if set(others) <= self.findings.quality.keys():
+            return
+        self.lab.stop_server()
+        self.progress.stage("quality of the quantizations")
+        requests = [request for trace in self.traces.values() for request in trace.requests()]
+        found = measure_quality(self.space.offs[0].model, requests, baseline=first, others=others)
+        self.findings.quality.update(found)
+        self.store.write_json("quality.json", self.findings.quality)
+
+    def _confirm(self, finalists: Finalists) -> None:
+        """The finalist of each group that may win, then its off again, on more requests."""
+        self.progress.stage("confirm")
+        for config in filter(self.findings.may_win, finalists.values()):
+            for server in (config, config.off()):
+                for name, parts in self.parts.items():
+                    for batch in self.space.batch_sizes:
+                        self.lab.run(server, closed_load(name, batch), parts.confirm, "confirm", "confirm")
+                    if server is config and self._has_arrivals(name):
+                        self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
+            for name, parts in self.parts.items():  # off last, on the very requests it was first measured on: the drift
+                load = closed_load(name, self.space.batch_sizes[-1])
+                self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
+
+    def _loads(self) -> int:
+        """Loads of the whole run if the search visits every cell."""
+        space, n = self.space, len(self.traces)
+        groups = len(self.findings.primary_offs) if space.candidates else 0
+        arrivals = sum(map(self._has_arrivals, self.traces))
+        batches = len(space.batch_sizes)
+        baseline = len(space.offs) * batches * n + groups * arrivals
+        return baseline + len(space.candidates) * batches * n + groups * (n * (2 * batches + 1) + arrivals)
+
+    def _has_arrivals(self, name: str) -> bool:
+        return all(request.arrival_s is not None for request in self.traces[name].requests())
+
+
+def split(trace: Trace, settings: RunSettings) -> Parts:
+    """A representative part for cheap trials and a larger one for confirmation, disjoint where the trace is long enough."""
+    search = representative(trace, settings.search_requests, seed=settings.seed)
+    rest = hold_out(trace, search, settings.confirm_requests, seed=settings.seed)
+    return Parts(tuple(search), tuple(rest))

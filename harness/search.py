@@ -1,0 +1,194 @@
+"""The search over (server, batch size) cells with Optuna's ask/tell. It sees one function that measures a cell, and nothing else.
+
+A cell's value is the logarithm of its objective over the baseline's at the same batch size, so that cells of different batch
+sizes are on one scale; smaller is better. Once a server runs, its other batch sizes are asked next: a start costs more than a load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from backends.types import ServingConfig
+from harness.space import Space
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    config: ServingConfig
+    batch_size: int
+
+    def params(self) -> dict[str, str | int]:
+        """The cell as Optuna parameters: one categorical for each axis, so that the sampler can learn each axis."""
+        c = self.config
+        return {
+            "backend": c.backend,
+            "weight_quantization": c.weight_quantization,
+            "kv_cache_dtype": c.kv_cache_dtype,
+            "variant": c.variant,
+            "k": c.k,
+            "topk": c.topk,
+            "num_draft_tokens": c.num_draft_tokens or 0,
+            "draft_quantization": c.draft_quantization,
+            "batch_size": self.batch_size,
+        }
+
+
+CellValue = tuple[float, ...]
+MeasureCell = Callable[[Cell], CellValue | None]
+"""Measures a cell; None where it failed, which Optuna is told as FAIL and never as a number."""
+
+
+def search(
+    space: Space,
+    measure: MeasureCell,
+    *,
+    strategy: str,
+    seed: int,
+    objectives: int,
+    storage: BaseStorage,
+    max_cells: int | None = None,
+    deadline_s: float | None = None,
+) -> int:
+    """Measure cells until the space, `max_cells` or the time is used up. Returns the number of cells measured.
+
+    `deadline_s` is on `time.monotonic`. `grid` visits all cells in order; `random` draws them without repeats; `funnel` starts
+    with each variant's middle K and then lets TPE choose, up to a third of a large space.
+    """
+    todo = {_key(cell.params()): cell for cell in _cells(space)}
+    study = _study(space, storage, strategy=strategy, seed=seed, objectives=objectives)
+    axes = _axes(list(todo.values()))
+    limit = visits(space, strategy, max_cells)
+    queue = _opening(space, strategy)
+    done = misses = 0
+    while done < limit and todo and (deadline_s is None or time.monotonic() < deadline_s):
+        if queue:
+            study.enqueue_trial(queue.pop(0).params())
+        trial = study.ask(axes)
+        cell = todo.pop(_key(trial.params), None)
+        if cell is None:  # no such cell, or measured before: its value is known already
+            study.tell(trial, state=TrialState.FAIL)
+            misses += 1
+            if misses % 10 == 0:  # the sampler insists: hand it a cell that is not known
+                queue.append(next(iter(todo.values())))
+            continue
+        values = measure(cell)
+        if values is None:
+            study.tell(trial, state=TrialState.FAIL)
+        else:
+            study.tell(trial, list(values))
+        done += 1
+        queue = _siblings_first(cell, queue, todo)
+    return done
+
+
+def visits(space: Space, strategy: str, max_cells: int | None) -> int:
+    """How many cells a search without a deadline measures."""
+    cells = len(_cells(space))
+    if strategy == "funnel":
+        return min(cells, max_cells or max(16, cells // 3))
+    return min(cells, max_cells or cells)
+
+
+def _cells(space: Space) -> list[Cell]:
+    return [Cell(config, batch) for config in space.candidates for batch in space.batch_sizes]
+
+
+def _siblings_first(cell: Cell, queue: list[Cell], todo: Mapping[str, Cell]) -> list[Cell]:
+    """The queue with the other batch sizes of the running server put first: they cost no start."""
+    siblings = [c for c in todo.values() if c.config == cell.config]
+    return siblings + [c for c in queue if c.config != cell.config]
+
+
+def _opening(space: Space, strategy: str) -> list[Cell]:
+    """Cells to visit first: all of them for a grid, none for random, each variant's middle K for the funnel."""
+    if strategy == "grid":
+        return _cells(space)
+    if strategy == "random":
+        return []
+    groups: dict[tuple[object, ...], list[ServingConfig]] = {}
+    for config in space.candidates:
+        groups.setdefault((config.backend, config.weight_quantization, config.variant, config.topk), []).append(config)
+    middles = [configs[len(configs) // 2] for configs in groups.values()]
+    return [Cell(config, batch) for config in middles for batch in space.batch_sizes]
+
+
+def _axes(cells: Sequence[Cell]) -> dict[str, optuna.distributions.BaseDistribution]:
+    values: dict[str, list[str | int]] = {}
+    for cell in cells:
+        for name, value in cell.params().items():
+            seen = values.setdefault(name, [])
+            if value not in seen:
+                seen.append(value)
+    return {name: _axis(choices) for name, choices in values.items()}
+
+
+def _axis(choices: Sequence[str | int]) -> optuna.distributions.BaseDistribution:
+    """An even range of numbers keeps its order, so that the sampler can learn from neighbours; anything else is a choice."""
+    numbers = sorted(c for c in choices if isinstance(c, int))
+    gaps = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) == len(choices) and len(gaps) == 1:
+        return optuna.distributions.IntDistribution(numbers[0], numbers[-1], step=gaps.pop())
+    return optuna.distributions.CategoricalDistribution(choices)
+
+
+def _key(params: Mapping[str, str | int]) -> str:
+    return json.dumps(params, sort_keys=True)
+
+
+def _study(space: Space, storage: BaseStorage, *, strategy: str, seed: int, objectives: int) -> optuna.Study:
+    """The study of exactly this space. A changed space is a new study: Optuna cannot change the choices of an old one."""
+    text = json.dumps([[c.to_dict() for c in space.servers], list(space.batch_sizes), strategy, objectives], sort_keys=True)
+    name = "spectune-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    sampler = (
+        optuna.samplers.RandomSampler(seed=seed)
+        if strategy == "random"
+        else optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
+    )
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        sampler=sampler,
+        directions=["minimize"] * objectives,
+        load_if_exists=True,
+    )
+    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
+        # Of a run that was killed; what it measured is in the run directory and will be told again.
+        storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    return study
+
+
+def open_storage(url: str | None, directory: Path) -> BaseStorage:
+    """A journal file in the run directory, or a shared database by URL.
+
+    A journal whose writer was killed can end in half a line, after which Optuna cannot read it: it is cut back to its last
+    whole line first, under the lock that says nobody else writes.
+    """
+    if url:
+        return optuna.storages.RDBStorage(url)
+    path = directory / "study.journal"
+    if path.exists():
+        with open(path, "r+b") as journal:
+            fcntl.flock(journal, fcntl.LOCK_EX)
+            content = journal.read()
+            journal.truncate(content.rfind(b"\n") + 1)
+            os.fsync(journal.fileno())
+        for lock in directory.glob("study.journal.lock*"):  # of a killed run; ours is the only one (RunStore's lock)
+            with contextlib.suppress(FileNotFoundError):
+                lock.unlink()
+    return JournalStorage(JournalFileBackend(str(path)))
