@@ -1,0 +1,46 @@
+"""The table of trace formats: one entry here and one file for each. The first that matches reads the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from workloads.formats import native, openai_batch
+from workloads.rows import Batch
+from workloads.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A trace format. `exact_unit` is the unit of its times where its definition leaves no doubt; `usual_unit` is where files in
+    other units are about, so that the numbers decide."""
+
+    name: str
+    title: str
+    matches: Callable[[Source], bool]
+    read: Callable[[Source], Iterator[Batch]]
+    exact_unit: str | None = None
+    usual_unit: str | None = None
+
+
+_TABLE = (
+    Format("openai_batch", "OpenAI batch, requests and results", openai_batch.matches, openai_batch.read),
+    Format("native", "native JSONL", native.matches, native.read),
+)
+FORMATS = {entry.name: entry for entry in _TABLE}
+
+
+def detect(source: Source) -> Format:
+    """The format of the file, from its content.
+
+    Raises:
+        WorkloadError: none matches.
+    """
+    for entry in _TABLE:
+        if entry.matches(source):
+            return entry
+    names = ", ".join(FORMATS)
+    if source.kind == "json_lines":
+        for _ in source.records():  # a broken line is the likelier cause: name it
+            pass
+    raise source.error(None, f"is of no known format; choose one with --format: {names}")
