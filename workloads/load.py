@@ -74,6 +74,7 @@ class _Collector:
         self._read = 0
         self._dropped: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
+        self._declared: str | None = None
 
     @property
     def must_start_over(self) -> bool:
@@ -93,6 +94,8 @@ class _Collector:
         self._notes.update(dict.fromkeys(batch.notes))
         if not batch.rows:
             return
+        self._clock.unit = self._clock.unit or batch.unit
+        self._declared = batch.grade or self._declared
         raw = batch.columns.pop("time")
         absent = np.array([value is None for value in raw]) if isinstance(raw, list) else np.zeros(len(raw), bool)
         times, valid = self._clock.to_ns(raw)
@@ -151,8 +154,7 @@ class _Collector:
             if backwards:
                 notes.append(f"{backwards} rows came before an earlier row's time: sorted by time, ties in file order")
         table = _after_previous_turn(table)
-        declared = next((n.rsplit(" ", 1)[1] for n in notes if n.startswith("declared content grade")), None)
-        grade, reason = grade_of(table, declared)
+        grade, reason = grade_of(table, self._declared)
         return Trace(
             name=source.name,
             sha256=source.sha256,

@@ -40,6 +40,8 @@ class Batch:
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
+    unit: str | None = None  # of the times, where the rows themselves say it
+    grade: str | None = None  # content grade that the source declares
 
     @property
     def rows(self) -> int:

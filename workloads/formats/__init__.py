@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from workloads.formats import native, openai_batch
+from workloads.formats import azure, burstgpt, native, openai_batch
 from workloads.rows import Batch
 from workloads.source import Source
 
@@ -24,6 +24,8 @@ class Format:
 
 
 _TABLE = (
+    Format("azure", "Azure LLM inference 2023, 2024 and multimodal 2025", azure.matches, azure.read),
+    Format("burstgpt", "BurstGPT 1, 2 and 3", burstgpt.matches, burstgpt.read, exact_unit="s"),
     Format("openai_batch", "OpenAI batch, requests and results", openai_batch.matches, openai_batch.read),
     Format("native", "native JSONL", native.matches, native.read),
 )

@@ -24,14 +24,15 @@ def matches(source: Source) -> bool:
 
 def read(source: Source) -> Iterator[Batch]:
     grades = set()
+    in_seconds = any("arrival_s" in sample for sample in source.samples)
 
     def row(record: Mapping[str, Any]) -> Row:
         grades.add(record.get("content_grade"))
         return native_row(record)
 
     for batch in by_record(row)(source):
-        worst = next((grade for grade in ("C", "B") if grade in grades), None)
-        batch.notes = (f"declared content grade {worst}",) if worst else ()
+        batch.grade = next((grade for grade in ("C", "B") if grade in grades), None)
+        batch.unit = "s" if in_seconds else None
         yield batch
 
 
