@@ -148,3 +148,9 @@ def _iso_array(raw: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | N
     except pa.ArrowInvalid:
         return None
     return instants.to_numpy(), np.ones(len(raw), bool)
+
+
+def iso_text(ns: int) -> str:
+    """The inverse of `iso_ns`, in UTC."""
+    moment = _EPOCH + timedelta(seconds=ns // 10**9)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{ns % 10**9:09d}Z"

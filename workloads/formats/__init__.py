@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from workloads.formats import azure, burstgpt, native, openai_batch
+from workloads.formats import (
+    azure,
+    bailian,
+    burstgpt,
+    langfuse,
+    litellm,
+    mooncake,
+    native,
+    openai_batch,
+    otel,
+    prompt_set,
+    ragpulse,
+    sglang_log,
+    sharegpt,
+    trajectory,
+    vllm_log,
+)
 from workloads.rows import Batch
 from workloads.source import Source
 
@@ -27,6 +43,17 @@ _TABLE = (
     Format("azure", "Azure LLM inference 2023, 2024 and multimodal 2025", azure.matches, azure.read),
     Format("burstgpt", "BurstGPT 1, 2 and 3", burstgpt.matches, burstgpt.read, exact_unit="s"),
     Format("openai_batch", "OpenAI batch, requests and results", openai_batch.matches, openai_batch.read),
+    Format("sglang_log", "SGLang request log (JSON)", sglang_log.matches, sglang_log.read),
+    Format("vllm_log", "vLLM server log: arrivals and sampling", vllm_log.matches, vllm_log.read),
+    Format("litellm", "LiteLLM StandardLoggingPayload", litellm.matches, litellm.read, usual_unit="s"),
+    Format("langfuse", "Langfuse export", langfuse.matches, langfuse.read),
+    Format("otel", "OpenTelemetry GenAI spans", otel.matches, otel.read, usual_unit="ns"),
+    Format("bailian", "Bailian (Qwen) usage trace", bailian.matches, bailian.read, exact_unit="s"),
+    Format("ragpulse", "RAGPulse", ragpulse.matches, ragpulse.read, exact_unit="s"),
+    Format("mooncake", "Mooncake, also extended", mooncake.matches, mooncake.read, usual_unit="ms"),
+    Format("trajectory", "agent trajectory", trajectory.matches, trajectory.read),
+    Format("sharegpt", "ShareGPT, LMSYS-Chat-1M, WildChat", sharegpt.matches, sharegpt.read),
+    Format("prompt_set", "Spec-Bench, MT-bench, SPEED-Bench, HumanEval, GSM8K", prompt_set.matches, prompt_set.read),
     Format("native", "native JSONL", native.matches, native.read),
 )
 FORMATS = {entry.name: entry for entry in _TABLE}
