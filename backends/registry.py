@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from backends.reference import adapter as reference
+from backends.simulated import adapter as simulated
 from backends.types import Adapter
 
 ADAPTERS: Mapping[str, Adapter] = {
     "reference": reference,
+    "simulated": simulated,
 }

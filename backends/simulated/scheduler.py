@@ -137,6 +137,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        if self._cache is not None:
+            self._cache.shrink(0)
+
     def step(self, until_s: float = math.inf, max_steps: int | None = None) -> None:
         """One step with prefill, or decode steps until one ends at or after `until_s`, one finishes a sequence, or `max_steps`.
 
