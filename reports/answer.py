@@ -9,7 +9,7 @@ from typing import Any
 
 from reports.compare import Config, Pair, candidate_of, measured, pairs_of
 from reports.rundata import RunData
-from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number
+from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number, tau
 
 METRICS: Mapping[str, str] = {
     "e2e_p50": "E2E p50",
@@ -183,10 +183,10 @@ def _tau_row(pair: Pair) -> KeyFigure:
     off, on = pair.off["speculation"], pair.on["speculation"]
     return KeyFigure(
         name="Acceptance length τ, tokens/step",
-        off=number(off["tau"]),
+        off=tau(off["tau"]),
         off_ci="",
-        on=number(on["tau"]),
-        on_ci=interval(on["tau_ci95"]),
+        on=tau(on["tau"]),
+        on_ci=interval(on["tau_ci95"], tau),
         change=DASH,
         load=load_label(pair.on["load"]),
     )

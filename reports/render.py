@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,7 @@ def _environment() -> Environment:
         "columns_of": _columns_of,
         "stage_seconds": charts.stage_seconds,
         "heat": heat_class,
+        "log2": math.log2,
     }
     environment.globals |= {"value_text": text.value_text, "DASH": text.DASH, "variant_names": text.VARIANT_NAMES}
     environment.tests |= {"config_like": lambda value: isinstance(value, Mapping) and {"backend", "variant", "k"} <= value.keys()}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.compare import speedups
+from reports.compare import measured, speedups
 from reports.rundata import RunData
-from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, interval, ms, number, percent
+from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, interval, ms, number, percent, tau
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class CellValue:
 class Row:
     number: int
     state: str
+    measured: bool
     reason: str | None
     trace: str
     group: str
@@ -40,22 +41,20 @@ class Row:
 
 
 COLUMNS = (
-    Column("trial", "Trial"),
-    Column("state", "State", numeric=False),
-    Column("engine", "Engine", numeric=False),
+    Column("trial", "Trial", numeric=False),
     Column("configuration", "Configuration", numeric=False),
-    Column("load", "Load", numeric=False, hint="requests in flight in closed loop, or the trace's own arrivals"),
-    Column("ttft_p50", "TTFT p50, ms"),
-    Column("ttft_p95", "TTFT p95, ms"),
-    Column("tpot_p50", "TPOT p50, ms"),
-    Column("tpot_p95", "TPOT p95, ms"),
-    Column("e2e_p50", "E2E p50, ms"),
-    Column("e2e_p95", "E2E p95, ms"),
-    Column("throughput", "Output tokens/s"),
-    Column("speedup", "Speed-up E2E p50", hint="off ÷ on at the same load, engine and quantization, on the same requests"),
+    Column("load", "In flight", hint="requests in flight (closed loop); open: the trace's own arrivals"),
+    Column("ttft_p50", "TTFT p50 ms"),
+    Column("ttft_p95", "TTFT p95 ms"),
+    Column("tpot_p50", "TPOT p50 ms"),
+    Column("tpot_p95", "TPOT p95 ms"),
+    Column("e2e_p50", "E2E p50 ms"),
+    Column("e2e_p95", "E2E p95 ms"),
+    Column("throughput", "Tokens/s", hint="output tokens per second over the measured window"),
+    Column("speedup", "Speed-up", hint="E2E p50, off ÷ on, at the same load, engine and quantization, on the same requests"),
     Column("tau", "τ", hint="tokens per decode step"),
     Column("acceptance", "Accepted", hint="accepted ÷ proposed draft tokens"),
-    Column("failures", "Failed requests"),
+    Column("failures", "Failed", hint="requests that failed, of those sent"),
 )
 
 
@@ -71,10 +70,8 @@ def _row(trial: Mapping[str, Any], gain: Any, *, show_trace: bool) -> Row:
     stage = trial.get("stage") or trial["role"]
     place = CellValue(*_load(load, show_trace), sort=load["concurrency"] or 0)
     cells = (
-        CellValue(str(trial["number"]), sort=trial["number"]),
-        CellValue(trial["state"], stage, trial["state"]),
-        CellValue(group_label(config), sort=group_label(config)),
-        CellValue(config_label(config), sort=f"{config['variant']} {config['k']:03d}"),
+        CellValue(str(trial["number"]), stage, trial["number"]),
+        CellValue(config_label(config), group_label(config), f"{config['variant']} {config['k']:03d} {group_label(config)}"),
         place,
         *_latencies(trial["metrics"]),
         _throughput(trial["metrics"]),
@@ -83,11 +80,20 @@ def _row(trial: Mapping[str, Any], gain: Any, *, show_trace: bool) -> Row:
         _failures(trial["metrics"]),
     )
     variant = VARIANT_NAMES.get(config["variant"], config["variant"])
-    return Row(trial["number"], trial["state"], trial["reason"], load["trace"], group_label(config), variant, cells)
+    return Row(
+        number=trial["number"],
+        state=trial["state"],
+        measured=measured(trial),
+        reason=trial["reason"],
+        trace=load["trace"],
+        group=group_label(config),
+        variant=variant,
+        cells=cells,
+    )
 
 
 def _load(load: Mapping[str, Any], show_trace: bool) -> tuple[str, str]:
-    text = f"{load['concurrency']} in flight" if load["mode"] == "closed" else "own arrivals"
+    text = str(load["concurrency"]) if load["mode"] == "closed" else "open"
     return text, load["trace"] if show_trace else ""
 
 
@@ -109,8 +115,9 @@ def _throughput(metrics: Mapping[str, Any] | None) -> CellValue:
 def _speculation(speculation: Mapping[str, Any] | None) -> tuple[CellValue, CellValue]:
     if speculation is None:
         return CellValue(DASH), CellValue(DASH)
-    tau, rate = speculation["tau"], speculation["acceptance_rate"]
-    return CellValue(number(tau), interval(speculation["tau_ci95"]), tau), CellValue(percent(rate), "", rate)
+    emitted, rate = speculation["tau"], speculation["acceptance_rate"]
+    detail = interval(speculation["tau_ci95"], tau) if emitted != 1 else ""
+    return CellValue(tau(emitted), detail, emitted), CellValue(percent(rate), "", rate)
 
 
 def _failures(metrics: Mapping[str, Any] | None) -> CellValue:
@@ -118,7 +125,7 @@ def _failures(metrics: Mapping[str, Any] | None) -> CellValue:
         return CellValue(DASH)
     requests = metrics["requests"]
     kinds = ", ".join(f"{kind} {count}" for kind, count in requests["failures"].items())
-    return CellValue(f"{requests['failed']:,} of {requests['sent']:,}", kinds, requests["failed"])
+    return CellValue(f"{requests['failed']:,} / {requests['sent']:,}", kinds, requests["failed"])
 
 
 def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
