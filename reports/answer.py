@@ -79,7 +79,11 @@ def answer(run: RunData, decision: Mapping[str, Any]) -> Answer:
         warnings=tuple(decision["warnings"]),
         launch=decision["launch"],
         by_engine=tuple(
-            {**d, "label": config_label(d["config"]), "group": d.get("group") or (group_label(d["config"]) if d["config"] else DASH)}
+            {
+                **d,
+                "label": config_label(d["config"]),
+                "group": d.get("group") or (group_label(d["config"]) if d["config"] else DASH),
+            }
             for d in decision["by_engine"]
         ),
     )
@@ -109,7 +113,9 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     name = METRICS.get(speedup["metric"], speedup["metric"])
     value, ci = speedup["value"], speedup["ci95"]
     if ci is None:
-        return f"{name} changes by a factor of {factor(value)} against off, with too few requests for an interval: not a result."
+        return (
+            f"{name} changes by a factor of {factor(value)} against off, with too few requests for an interval: not a result."
+        )
     spread = f"95 % interval {interval(ci, factor)}"
     if ci[0] > 1:
         return f"{name} is {factor(value)} better with speculation than without ({spread})."

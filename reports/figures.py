@@ -68,9 +68,7 @@ class Line:
     lead: bool = False
 
 
-def speedup_by_batch(
-    chart_id: str, lines: Sequence[Line], break_even: Mapping[str, Any] | None, *, where: str
-) -> Chart:
+def speedup_by_batch(chart_id: str, lines: Sequence[Line], break_even: Mapping[str, Any] | None, *, where: str) -> Chart:
     """Speed-up of E2E p50 over batch size; the finalist strong, other configurations of its engine thin, 1 as the line to beat."""
     lead = next((line for line in lines if line.lead), None)
     at = break_even["value"] if break_even else None
@@ -86,7 +84,7 @@ def speedup_by_batch(
             for x, y, ci in zip(lead.x, lead.y, lead.ci95 or [None] * len(lead.x), strict=True):
                 if ci:
                     ax.plot([x, x], ci, color=SERIES[0], linewidth=1.4)
-                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8.5)
+                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=9.5)
         if at:
             ax.axvline(at, color=SERIES[1], linewidth=1.2, linestyle=":", label=f"break-even, about {at:.0f}")
         ax.set_xscale("log", base=2)
@@ -129,7 +127,9 @@ def position_rates(chart_id: str, series: Mapping[str, Sequence[float]], *, wher
     )
     rows = [(label, i, rate) for label, rates in series.items() for i, rate in enumerate(rates, start=1)]
     columns = ("configuration", "draft_position", "marginal_acceptance")
-    return _chart(chart_id, "Acceptance by draft position", spoken, plot, (columns, rows), where=where, table=_rates_table(series))
+    return _chart(
+        chart_id, "Acceptance by draft position", spoken, plot, (columns, rows), where=where, table=_rates_table(series)
+    )
 
 
 def _rates_table(series: Mapping[str, Sequence[float]]) -> Table:
@@ -208,7 +208,9 @@ def latency_throughput(chart_id: str, points: Sequence[Point], *, where: str) ->
             mine = [p for p in points if p.family == family]
             colour = MUTED if family == "off" else SERIES[(i - ("off" in families)) % len(SERIES)]
             x, y = [p.tokens_per_s for p in mine], [p.latency_s * 1e3 for p in mine]
-            ax.plot(x, y, marker=MARKERS[i % len(MARKERS)], linestyle="none", color=colour, markeredgecolor=SURFACE, label=family)
+            ax.plot(
+                x, y, marker=MARKERS[i % len(MARKERS)], linestyle="none", color=colour, markeredgecolor=SURFACE, label=family
+            )
         ax.set_yscale("log")
         _plain_log_ticks(ax)
         ax.set_xlabel("output tokens/s (right is better)")
@@ -247,7 +249,9 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
     def plot(ax: Any) -> None:
         left = 0.0
         for i, (stage, spent_s) in enumerate(stages.items()):
-            ax.barh([1], [spent_s / 60], left=left / 60, color=SERIES[i % len(SERIES)], edgecolor=SURFACE, label=stage, height=0.55)
+            ax.barh(
+                [1], [spent_s / 60], left=left / 60, color=SERIES[i % len(SERIES)], edgecolor=SURFACE, label=stage, height=0.55
+            )
             left += spent_s
         labels = ["this run (measured)"]
         if grid_s:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reports.compare import measured, speedups
 from reports.rundata import RunData
-from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, interval, ms, number, percent, tau
+from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, ms, number, percent, tau
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _row(trial: Mapping[str, Any], gain: Any, *, show_trace: bool) -> Row:
         place,
         *_latencies(trial["metrics"]),
         _throughput(trial["metrics"]),
-        CellValue(factor(gain.value), interval(gain.ci95, factor), gain.value) if gain else CellValue(DASH),
+        CellValue(factor(gain.value), _span(gain.ci95, factor), gain.value) if gain else CellValue(DASH),
         *_speculation(trial["speculation"]),
         _failures(trial["metrics"]),
     )
@@ -92,6 +92,11 @@ def _row(trial: Mapping[str, Any], gain: Any, *, show_trace: bool) -> Row:
     )
 
 
+def _span(ci: Sequence[float] | None, show: Callable[[float], str] = number) -> str:
+    """An interval in the width of a cell: 412–455."""
+    return "" if ci is None else f"{show(ci[0])}–{show(ci[1])}"
+
+
 def _load(load: Mapping[str, Any], show_trace: bool) -> tuple[str, str]:
     text = str(load["concurrency"]) if load["mode"] == "closed" else "open"
     return text, load["trace"] if show_trace else ""
@@ -103,20 +108,20 @@ def _latencies(metrics: Mapping[str, Any] | None) -> list[CellValue]:
         summary = (metrics or {}).get(name) or {}
         for quantile in ("p50", "p95"):
             value = summary.get(quantile)
-            cells.append(CellValue(ms(value), interval(summary.get(f"{quantile}_ci95"), ms), value))
+            cells.append(CellValue(ms(value), _span(summary.get(f"{quantile}_ci95"), ms), value))
     return cells
 
 
 def _throughput(metrics: Mapping[str, Any] | None) -> CellValue:
     value = metrics["output_tokens_per_s"] if metrics else None
-    return CellValue(number(value), interval((metrics or {}).get("throughput_ci95")), value)
+    return CellValue(number(value), _span((metrics or {}).get("throughput_ci95")), value)
 
 
 def _speculation(speculation: Mapping[str, Any] | None) -> tuple[CellValue, CellValue]:
     if speculation is None:
         return CellValue(DASH), CellValue(DASH)
     emitted, rate = speculation["tau"], speculation["acceptance_rate"]
-    detail = interval(speculation["tau_ci95"], tau) if emitted != 1 else ""
+    detail = _span(speculation["tau_ci95"], tau) if emitted != 1 else ""
     return CellValue(tau(emitted), detail, emitted), CellValue(percent(rate), "", rate)
 
 
@@ -130,8 +135,25 @@ def _failures(metrics: Mapping[str, Any] | None) -> CellValue:
 
 def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """The trial table as raw data: seconds, shares, null where not measured."""
-    names = [f"{m}_{q}{part}" for m in ("ttft", "tpot", "e2e") for q in ("p50", "p95") for part in ("_s", "_ci95_low_s", "_ci95_high_s")]
-    header = ["trial", "state", "stage", "engine", "variant", "k", "weight_quantization", "trace", "load", "concurrency", *names]
+    names = [
+        f"{m}_{q}{part}"
+        for m in ("ttft", "tpot", "e2e")
+        for q in ("p50", "p95")
+        for part in ("_s", "_ci95_low_s", "_ci95_high_s")
+    ]
+    header = [
+        "trial",
+        "state",
+        "stage",
+        "engine",
+        "variant",
+        "k",
+        "weight_quantization",
+        "trace",
+        "load",
+        "concurrency",
+        *names,
+    ]
     header += ["output_tokens_per_s", "speedup_e2e_p50", "tau", "acceptance_rate", "requests_sent", "requests_failed", "reason"]
     gains = speedups(run)
     table: list[Sequence[Any]] = []
@@ -147,7 +169,12 @@ def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
             [
                 *(trial["number"], trial["state"], trial.get("stage") or trial["role"], config["backend"], config["variant"]),
                 *(config["k"], config.get("weight_quantization"), load["trace"], load["mode"], load["concurrency"], *values),
-                *(metrics.get("output_tokens_per_s"), gain.value if gain else None, spec.get("tau"), spec.get("acceptance_rate")),
+                *(
+                    metrics.get("output_tokens_per_s"),
+                    gain.value if gain else None,
+                    spec.get("tau"),
+                    spec.get("acceptance_rate"),
+                ),
                 *(requests.get("sent"), requests.get("failed"), trial["reason"]),
             ]
         )
