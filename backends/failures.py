@@ -37,7 +37,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "unsupported",
         r"NotImplementedError|not supported|is unsupported|Unsupported|does not support|not compatible|incompatible"
         r"|are not currently supported|unknown speculative method|Illegal instruction|cannot be used with|only supports?\b"
-        r"|is not supported for (the )?current|requires a CUDA|no kernel image is available",
+        r"|is not supported for (the )?current|requires a CUDA|is required for|no kernel image is available",
     ),
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)

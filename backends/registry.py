@@ -1,1 +1,12 @@
 """Which engines the product can drive: the one table of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from backends.reference import adapter as reference
+from backends.types import Adapter
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "reference": reference,
+}

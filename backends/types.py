@@ -209,10 +209,21 @@ class Gauges:
 class Adapter(Protocol):
     """What the harness needs to know of an engine. Each adapter is a module with these names (`backends.registry.ADAPTERS`)."""
 
-    NAME: str
-    VARIANTS: frozenset[str]
-    QUANTIZATIONS: frozenset[str]  # weight quantizations it can apply or load
-    DEFAULT_COMMAND: tuple[str, ...]  # used where the user gives no `--engine NAME=...`
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def VARIANTS(self) -> frozenset[str]: ...
+
+    @property
+    def QUANTIZATIONS(self) -> frozenset[str]:
+        """Weight quantizations it can apply or load."""
+        ...
+
+    @property
+    def DEFAULT_COMMAND(self) -> tuple[str, ...]:
+        """Used where the user gives no `--engine NAME=...`."""
+        ...
 
     def supports(self, config: ServingConfig, facts: WorkloadFacts) -> str | None:
         """Why this configuration cannot run here, in one line; None if it can. Starts nothing."""

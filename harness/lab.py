@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from backends.process import Server, free_port
 
+from backends.process import Server, free_port
 from backends.registry import ADAPTERS
 from backends.types import BackendError, Endpoint, Launch, ServingConfig
 from harness.environment import environment
@@ -26,11 +26,20 @@ from workloads.types import Request, Trace
 class Lab:
     """Measures loads on configurations and records every trial. Nothing that the store already holds is measured again."""
 
-    def __init__(self, settings: RunSettings, store: RunStore, traces: Mapping[str, Trace], progress: RunProgress) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        store: RunStore,
+        traces: Mapping[str, Trace],
+        progress: RunProgress,
+        trials: list[Trial],
+    ) -> None:
+        """`trials` gains every trial of this run, measured now or before."""
         self.settings = settings
         self.store = store
         self.traces = traces
         self.progress = progress
+        self.trials = trials
         self._requests = {name: trace.requests() for name, trace in traces.items()}
         self._server: Server | None = None
         self._serving: ServingConfig | None = None
@@ -51,30 +60,36 @@ class Lab:
             self._server.stop()
         self._server = self._serving = None
 
-    def known(self, config: ServingConfig, load: Load, indices: Sequence[int], stage: str) -> Trial | None:
-        """The trial of this load in this stage if it was measured before."""
-        return self.store.find(self._key(config, load, indices, stage))
+    def refuse(self, config: ServingConfig, load: Load, reason: str) -> None:
+        """Record a configuration that is refused before any start."""
+        key = self._key(config, load, (), "refused")
+        known = next((t for t in self.store.trials if t.key == key), None)
+        if known is None:
+            number = self.store.next_number()
+            known = self.store.add(Trial(number, "INFEASIBLE", "search", config, load, key, "refused", (), reason=reason))
+        self.trials.append(known)
+        self.progress.note(f"not run: {config.label()}: {reason}")
 
     def run(self, config: ServingConfig, load: Load, indices: Sequence[int], role: Role, stage: str) -> Trial:
         """Measure the requests `indices` of the load's trace on `config`, or return what was measured before.
 
         A server that does not start or a measurement that is not valid gives a FAIL trial with its cause and no numbers.
         """
-        known = self.known(config, load, indices, stage)
-        if known:
-            return known
-        self.progress.begin(f"{config.label()}, {_load_label(load)}, {len(indices)} requests")
+        key = self._key(config, load, indices, stage)
+        trial = self.store.find(key)
+        if trial is None:
+            common = {"role": role, "config": config, "load": load, "key": key, "stage": stage, "requests": tuple(indices)}
+            trial = self._run(common)
+        if trial not in self.trials:
+            self.trials.append(trial)
+        return trial
+
+    def _run(self, common: dict[str, Any]) -> Trial:
+        config, load = common["config"], common["load"]
+        self.progress.begin(f"{config.label()}, {_load_label(load)}, {len(common['requests'])} requests")
         begun = time.monotonic()
         number = self.store.next_number()
-        common: dict[str, Any] = {
-            "number": number,
-            "role": role,
-            "config": config,
-            "load": load,
-            "key": self._key(config, load, indices, stage),
-            "stage": stage,
-            "requests": tuple(indices),
-        }
+        common = {"number": number, **common}
         try:
             server = self._ensure_server(config, number)
         except BackendError as error:
@@ -85,12 +100,15 @@ class Lab:
         return trial
 
     def _key(self, config: ServingConfig, load: Load, indices: Sequence[int], stage: str) -> str:
+        asked = self.settings
         conditions = {
             "stage": stage,
             "model": self._identity,
-            "max_output_tokens": self.settings.max_output_tokens,
-            "base_args": self.settings.base_args,
-            "seed": self.settings.seed,
+            "part": [asked.format, asked.window, asked.limit, asked.thin, asked.jitter_s, asked.time_unit, asked.prompts],
+            "max_output_tokens": asked.max_output_tokens,
+            "base_args": asked.base_args,
+            "engine": asked.engines.get(config.backend),
+            "seed": asked.seed,
         }
         return trial_key(config, load, self.traces[load.trace].sha256, indices, conditions)
 

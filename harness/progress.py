@@ -15,7 +15,7 @@ class RunProgress:
     Time left is the mean time of the loads measured so far times those to come, so it is shown from the second one on.
     """
 
-    def __init__(self, total: int, console: Console | None = None) -> None:
+    def __init__(self, total: int = 0, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
         self._total = total
         self._done = 0

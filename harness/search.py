@@ -73,7 +73,7 @@ def search(
     todo = {_key(cell.params()): cell for cell in _cells(space)}
     study = _study(space, storage, strategy=strategy, seed=seed, objectives=objectives)
     axes = _axes(list(todo.values()))
-    limit = max_cells or (min(len(todo), max(16, len(todo) // 3)) if strategy == "funnel" else len(todo))
+    limit = visits(space, strategy, max_cells)
     queue = _opening(space, strategy)
     done = misses = 0
     while done < limit and todo and (deadline_s is None or time.monotonic() < deadline_s):
@@ -95,6 +95,14 @@ def search(
         done += 1
         queue = _siblings_first(cell, queue, todo)
     return done
+
+
+def visits(space: Space, strategy: str, max_cells: int | None) -> int:
+    """How many cells a search without a deadline measures."""
+    cells = len(_cells(space))
+    if strategy == "funnel":
+        return min(cells, max_cells or max(16, cells // 3))
+    return min(cells, max_cells or cells)
 
 
 def _cells(space: Space) -> list[Cell]:

@@ -178,8 +178,9 @@ class RunStore:
         text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
         _replace(self.directory / "config.yaml", text.encode())
 
-    def write_result(self, result: Mapping[str, Any]) -> None:
-        _write_json(self.directory / "result.json", result)
+    def write_json(self, name: str, data: Mapping[str, Any]) -> None:
+        """Write ``DIR/name`` whole or not at all."""
+        _write_json(self.directory / name, data)
 
 
 def measurement_fields(measurement: Measurement) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_the_key_changes_with_everything_that_shapes_the_numbers(change: dict[st
 
 def test_a_result_is_replaced_whole(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.write_result({"schema": 1})
-    store.write_result({"schema": 1, "trials": ()})
+    store.write_json("result.json", {"schema": 1})
+    store.write_json("result.json", {"schema": 1, "trials": ()})
     assert (tmp_path / "result.json").read_text().startswith("{")
     assert not (tmp_path / "result.json.partial").exists()

@@ -1,0 +1,64 @@
+"""`python -m backends.reference --model DIR --port P`: serve one model. Exit code 2 and one line on stderr for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
+from backends.openai_server import create_app, listen, serve
+from backends.reference.options import QUANTIZATIONS, VARIANTS, EngineOptions
+from backends.types import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{message} (see --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m backends.reference", description="Serve a model with the reference engine.")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="model directory in Hugging Face layout")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--served-model-name", help="name that requests carry (default: the directory's name)")
+    add("--variant", default="off", choices=VARIANTS)
+    add("--k", type=int, default=0, help="draft tokens per step")
+    add("--draft", help="for draft_model: a model directory of the same tokenizer, or self-int4")
+    add("--draft-quantization", default="none", choices=QUANTIZATIONS)
+    add("--quantization", default="none", choices=QUANTIZATIONS, help="of the target's weights")
+    add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--sampling", default="coupled", choices=("coupled", "rejection"), help="verification rule for sampled requests")
+    add("--max-num-seqs", type=int, default=64)
+    add("--max-model-len", type=int, help="longest prompt plus output (default: the model's context)")
+    add("--max-num-batched-tokens", type=int, default=512, help="prompt tokens plus decoding sequences of one step")
+    add("--chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
+    add("--kv-cache-tokens", type=int, help="capacity of the KV cache (default: a quarter of the memory)")
+    add("--ngram-min", type=int, default=DEFAULT_MIN_N)
+    add("--ngram-max", type=int, default=DEFAULT_MAX_N)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    try:
+        options = EngineOptions(**{field.name: getattr(args, field.name) for field in fields(EngineOptions)})
+        socket = listen(args.host, args.port)
+        from backends.reference.engine import Engine
+        from backends.reference.service import Service
+
+        service = Service(Engine(options), args.served_model_name or args.model.resolve().name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    serve(create_app(service), socket)
+
+
+if __name__ == "__main__":
+    main()

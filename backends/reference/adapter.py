@@ -1,0 +1,102 @@
+"""What the harness needs to know of the reference engine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from backends.reference.config import read_config
+from backends.reference.options import QUANTIZATIONS as _QUANTIZATIONS
+from backends.reference.options import VARIANTS as _VARIANTS
+from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
+
+NAME = "reference"
+VARIANTS = frozenset(_VARIANTS)
+QUANTIZATIONS = frozenset(_QUANTIZATIONS)
+DEFAULT_COMMAND = (sys.executable,)
+SAMPLING_PARAMETERS = frozenset({"temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "ignore_eos"})
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
+    """Why the engine cannot run `config` on such requests, in one line; None if it can."""
+    if config.variant not in VARIANTS:
+        return f"the reference engine has no variant {config.variant} (it has {', '.join(_VARIANTS)})"
+    if config.weight_quantization not in QUANTIZATIONS or config.draft_quantization not in QUANTIZATIONS:
+        return f"the reference engine quantizes to {', '.join(_QUANTIZATIONS)} only"
+    if config.variant == "draft_model" and config.draft is None:
+        return "draft_model needs a draft: a model directory, or self-int4"
+    if config.topk > 1:
+        return f"{config.variant} drafts chains: topk must be 1"
+    if config.kv_cache_dtype != "auto":
+        return f"the KV cache has the model's dtype: kv_cache_dtype {config.kv_cache_dtype} is not supported"
+    if config.tensor_parallel != 1:
+        return "the reference engine runs on one device: tensor_parallel must be 1"
+    unknown = sorted(facts.sampling_parameters - SAMPLING_PARAMETERS)
+    if unknown:
+        return f"the requests use {', '.join(unknown)}, which the reference engine does not have"
+    if facts.structured_output:
+        return "the requests ask for structured output, which the reference engine does not have"
+    try:
+        context = int(config.extra.get("max_model_len") or read_config(Path(config.model)).context_tokens)
+    except ConfigError as error:
+        return str(error)
+    needed = (facts.max_input_tokens or 0) + (facts.max_output_tokens or 0)
+    if needed > context:
+        return f"the longest request needs {needed} tokens and the context holds {context}"
+    return None
+
+
+def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_args: tuple[str, ...]) -> Launch:
+    """`python -m backends.reference`, startable from any folder. `config.extra` becomes flags: ngram_max=5 is `--ngram-max 5`."""
+    argv = [*command, "-m", "backends.reference", "--model", config.model, "--port", str(port), "--variant", config.variant]
+    argv += ["--k", str(config.k), "--max-num-seqs", str(config.max_num_seqs)]
+    if config.variant == "draft_model":
+        argv += ["--draft", str(config.draft), "--draft-quantization", config.draft_quantization]
+    argv += ["--quantization", config.weight_quantization]
+    argv.append("--chunked-prefill" if config.chunked_prefill else "--no-chunked-prefill")
+    for name, value in config.extra.items():
+        argv += [f"--{name.replace('_', '-')}", str(value)]
+    path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
+    return Launch(
+        argv=(*argv, *base_args),
+        env={"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        served_model=Path(config.model).resolve().name,
+        ready_timeout_s=300.0,
+    )
+
+
+def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
+    """Settings and KV capacity from the engine's /metrics page.
+
+    Raises:
+        BackendError: the page cannot be read.
+    """
+    try:
+        with urllib.request.urlopen(f"{endpoint.base_url}/metrics", timeout=10) as response:
+            page = response.read().decode()
+    except OSError as error:
+        raise BackendError(f"{endpoint.base_url}/metrics cannot be read: {error}") from None
+    samples = {s.name: s for family in text_string_to_metric_families(page) for s in family.samples}
+    settings = dict(samples["spectune:settings_info"].labels)
+    asked = {
+        "variant": config.variant,
+        "k": str(config.k),
+        "quantization": config.weight_quantization,
+        "max_num_seqs": str(config.max_num_seqs),
+        "chunked_prefill": str(config.chunked_prefill),
+    }
+    warnings = tuple(f"asked for {key}={value}, runs {settings[key]}" for key, value in asked.items() if settings[key] != value)
+    return replace(
+        endpoint,
+        version=settings.pop("version"),
+        kv_cache_tokens=int(samples["spectune:kv_capacity_tokens"].value),
+        resolved=settings,
+        warnings=endpoint.warnings + warnings,
+    )

@@ -1,0 +1,75 @@
+"""A second, cheaper model drafts a chain, one token after another, with a KV cache of its own under the target's slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backends.reference.batch import Piece, build_batch
+from backends.reference.kv_cache import KVCache
+from backends.reference.model import Decoder
+from backends.reference.sampling import DRAFT, TARGET, choose, probabilities
+from backends.reference.sequence import Sequence
+from backends.reference.verify import Draft
+
+
+class DraftModel:
+    """Under coupled verification it draws with the target's own noise, so that it agrees more often; under rejection with a
+    stream of its own, keeping the distribution each token was drawn from."""
+
+    capture: tuple[int, ...] = ()
+
+    def __init__(self, model: Decoder, *, slots: int, rows: int, vocab_size: int, rejection: bool) -> None:
+        self._model = model
+        self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device)
+        self._vocab_size = vocab_size
+        self._rejection = rejection
+        self._seen: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (tokens in the cache, draft rows after them)
+
+    def propose(self, work: list[tuple[Sequence, int]]) -> list[Draft]:
+        """The first pass takes in whatever the cache lacks: the prompt once, then one or two tokens (after a fully accepted
+        draft the last drafted token was never run through the model)."""
+        drafts: list[list[int]] = [[] for _ in work]
+        laws: list[list[Tensor]] = [[] for _ in work]
+        active = [i for i, (_, limit) in enumerate(work) if limit > 0]
+        pieces = [self._catch_up(work[i][0]) for i in active]
+        while active:
+            logits = self._next_logits(pieces)
+            where = [(work[i][0].sampling, len(work[i][0].tokens) + len(drafts[i])) for i in active]
+            tokens = choose(logits, where, DRAFT if self._rejection else TARGET)
+            for i, token, row, (sampling, _) in zip(active, tokens, logits, where, strict=True):
+                drafts[i].append(token)
+                if self._rejection and not sampling.greedy:
+                    laws[i].append(probabilities(row, sampling))
+            active = [i for i in active if len(drafts[i]) < work[i][1]]
+            pieces = [Piece(s.slot, len(s.tokens) + len(drafts[i]) - 1, drafts[i][-1:]) for i in active for s in (work[i][0],)]
+        for (sequence, limit), draft in zip(work, drafts, strict=True):
+            if limit > 0:
+                self._seen[sequence.id] = (len(sequence.tokens), draft[:-1])
+        return [Draft(tuple(d), probabilities=torch.stack(q) if q else None) for d, q in zip(drafts, laws, strict=True)]
+
+    def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        self._seen.pop(sequence.id, None)
+
+    def _catch_up(self, sequence: Sequence) -> Piece:
+        known, drafted = self._seen.get(sequence.id, (0, []))
+        for token, actual in zip(drafted, sequence.tokens[known:], strict=False):
+            if token != actual:
+                break
+            known += 1
+        return Piece(sequence.slot, known, sequence.tokens[known:])
+
+    def _next_logits(self, pieces: list[Piece]) -> Tensor:
+        """Logits [pieces, target vocabulary] after each piece's last token. Vocabularies padded to other sizes are aligned."""
+        model, cache = self._model, self._cache
+        batch = build_batch(
+            pieces, slot_rows=cache.rows, dtype=model.dtype, device=model.device, window=model.config.sliding_window
+        )
+        hidden, _ = model.forward(batch, cache)
+        last = [batch.starts[piece.slot] + len(piece.tokens) - 1 for piece in pieces]
+        logits = model.logits(hidden[last])[:, : self._vocab_size]
+        return F.pad(logits, (0, self._vocab_size - logits.shape[1]), value=float("-inf"))

@@ -1,0 +1,271 @@
+"""The engine: add requests, call `step` until there is no work."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from itertools import count
+
+import psutil
+import torch
+from torch import Tensor
+
+from backends.reference.batch import Batch, Piece, build_batch
+from backends.reference.config import read_config
+from backends.reference.drafters import build_drafter
+from backends.reference.kv_cache import KVCache, token_bytes
+from backends.reference.loader import load_model
+from backends.reference.options import EngineOptions
+from backends.reference.sampling import ACCEPT, RESIDUAL, Sampling, choose, probabilities, race, uniform
+from backends.reference.scheduler import Limits, Plan, Scheduler
+from backends.reference.sequence import Sequence, StepOutput
+from backends.reference.tokenizer import TextStream, Tokenizer
+from backends.reference.verify import Draft, Verdict, reject, walk
+from backends.serving import GenerationRequest, RequestError
+from backends.types import ConfigError
+
+KV_SHARE_OF_MEMORY = 0.25
+"""Part of the memory that keys and values may fill where the user sets no capacity."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Cumulative. A decode step is one sequence in one step past its first token, drafted or not, so that
+    tau = (generated - first) ÷ decode steps exactly; a draft token counts as accepted only if it was emitted."""
+
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    decode_steps: int = 0
+    drafted_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    engine_steps: int = 0  # steps in which a sequence decoded
+    prompt_tokens: int = 0
+    preemptions: int = 0
+
+
+class Engine:
+    """One model, one drafter, many sequences. Not thread-safe: one thread adds, steps and cancels."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Loads everything.
+
+        Raises:
+            ConfigError: a checkpoint or a setting that cannot work.
+        """
+        self.options = options
+        config = read_config(options.model)
+        self.max_model_len = options.max_model_len or config.context_tokens
+        if self.max_model_len > config.context_tokens:
+            raise ConfigError(f"--max-model-len {self.max_model_len} exceeds the model's context of {config.context_tokens}")
+        self.tokenizer = Tokenizer(options.model)
+        rows = self.max_model_len + options.k
+        self.model = load_model(
+            options.model, dtype=options.dtype, quantization=options.quantization, device=options.device, max_positions=rows
+        )
+        self.drafter, draft_bytes = build_drafter(options, self.tokenizer, config.vocab_size, rows)
+        slots = options.max_num_seqs
+        self.capacity_tokens = _capacity(options, rows, token_bytes(config, self.model.dtype) + draft_bytes)
+        self.cache = KVCache(config, slots=slots, rows=rows, dtype=self.model.dtype, device=self.model.device)
+        limits = Limits(slots, options.max_num_batched_tokens, self.capacity_tokens, options.chunked_prefill, options.k)
+        self.scheduler = Scheduler(limits)
+        self.counters = Counters(accepted_per_position=[0] * options.k)
+        self._ids = count()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def kv_use_ratio(self) -> float:
+        return sum(sequence.computed for sequence in list(self.scheduler.running)) / self.capacity_tokens
+
+    def resolved(self) -> dict[str, object]:
+        """Settings in effect, defaults filled in."""
+        settings = {**asdict(self.options), "model": str(self.options.model), "dtype": str(self.model.dtype).removeprefix("torch.")}
+        settings |= {"max_model_len": self.max_model_len, "kv_cache_tokens": self.capacity_tokens}
+        return settings | {"threads": torch.get_num_threads(), "version": f"torch {torch.__version__}"}
+
+    def warm_up(self) -> None:
+        """Run two short requests, so that the first real one finds caches filled and buffers allocated; counts nothing."""
+        size = min(64, self.max_model_len // 2)
+        for _ in range(2):
+            self.add(GenerationRequest(prompt_ids=(0,) * size, max_tokens=min(8, size), ignore_eos=True))
+        while self.has_work:
+            self.step()
+        self.counters = Counters(accepted_per_position=[0] * self.options.k)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises RequestError where this engine cannot serve the request."""
+        if not request.prompt_ids:
+            raise RequestError("the prompt is empty", field="prompt")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}: at least 1", field="max_tokens")
+        total = len(request.prompt_ids) + request.max_tokens
+        if total > self.max_model_len:
+            raise RequestError(
+                f"prompt of {len(request.prompt_ids)} tokens and max_tokens {request.max_tokens} exceed the context of "
+                f"{self.max_model_len} tokens",
+                field="max_tokens",
+            )
+        bad = next((token for token in request.prompt_ids if not 0 <= token < self.model.config.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is not in the vocabulary of {self.model.config.vocab_size}", field="prompt")
+
+    def add(self, request: GenerationRequest) -> Sequence:
+        """Queue a request. A request without a seed gets a random one."""
+        self.check(request)
+        seed = random.getrandbits(63) if request.seed is None else request.seed
+        sequence = Sequence(
+            id=next(self._ids),
+            tokens=list(request.prompt_ids),
+            prompt_tokens=len(request.prompt_ids),
+            max_tokens=request.max_tokens,
+            sampling=Sampling(request.temperature, request.top_k, request.top_p, seed),
+            end_ids=frozenset() if request.ignore_eos else self.model.config.eos_ids,
+            text=TextStream(self.tokenizer, request.stop),
+        )
+        self.scheduler.add(sequence)
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        if sequence.finish_reason is None:
+            self._finish(sequence, "cancelled")
+
+    def step(self) -> list[StepOutput]:
+        """Draft, run the target once over prompts and drafts together, verify, and emit."""
+        plan, preempted = self.scheduler.schedule()
+        for sequence in preempted:
+            self.drafter.forget(sequence)
+        self.counters.preemptions += len(preempted)
+        drafts = self.drafter.propose(plan.decodes)
+        batch, hidden, captured = self._forward(plan, drafts)
+        verdicts = self._verify(plan, drafts, batch, hidden)
+        return self._commit(plan, drafts, verdicts, batch, hidden, captured)
+
+    def _forward(self, plan: Plan, drafts: list[Draft]) -> tuple[Batch, Tensor, list[Tensor]]:
+        pieces = [Piece(s.slot, s.computed, s.tokens[s.computed : s.computed + n]) for s, n in plan.prefills]
+        pieces += [
+            Piece(s.slot, s.computed, [s.tokens[-1], *draft.tokens], draft.parents)
+            for (s, _), draft in zip(plan.decodes, drafts, strict=True)
+        ]
+        model = self.model
+        batch = build_batch(
+            pieces, slot_rows=self.cache.rows, dtype=model.dtype, device=model.device, window=model.config.sliding_window
+        )
+        return batch, *model.forward(batch, self.cache, self.drafter.capture)
+
+    def _verify(self, plan: Plan, drafts: list[Draft], batch: Batch, hidden: Tensor) -> dict[int, Verdict]:
+        """The verdict of each sequence that emits in this step, by its id. A prompt's last token is a root without a draft."""
+        roots = [(s, batch.starts[s.slot] + n - 1, Draft()) for s, n in plan.prefills if n == s.pending]
+        roots += [(s, batch.starts[s.slot], draft) for (s, _), draft in zip(plan.decodes, drafts, strict=True)]
+        rows: list[int] = []
+        where: list[tuple[Sampling, int]] = []
+        spans: list[int] = []
+        for sequence, first, draft in roots:
+            spans.append(len(rows))
+            rows += range(first, first + len(draft.tokens) + 1)
+            where += [(sequence.sampling, len(sequence.tokens) + depth) for depth in draft.depths()]
+        if not rows:
+            return {}
+        logits = self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        chosen = choose(logits, where)
+        verdicts = {}
+        for (sequence, _, draft), at in zip(roots, spans, strict=True):
+            end = at + len(draft.tokens) + 1
+            if self.options.sampling == "rejection" and draft.tokens and not sequence.sampling.greedy:
+                verdicts[sequence.id] = self._reject(sequence, draft, logits[at:end])
+            else:
+                verdicts[sequence.id] = walk(draft, chosen[at:end])
+        return verdicts
+
+    @staticmethod
+    def _reject(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+        """Verification by rejection, with coins and the last draw keyed by the request's seed and the position."""
+        sampling, position = sequence.sampling, len(sequence.tokens)
+        path, law = reject(
+            draft,
+            target=lambda node: probabilities(logits[node], sampling),
+            coin=lambda depth, rank: uniform(sampling.seed, position + depth, ACCEPT + 4 * rank),
+        )
+        return Verdict(path, int(race(law.log(), sampling.seed, position + len(path), RESIDUAL)))
+
+    def _commit(
+        self, plan: Plan, drafts: list[Draft], verdicts: dict[int, Verdict], batch: Batch, hidden: Tensor, captured: list[Tensor]
+    ) -> list[StepOutput]:
+        """Advance every sequence of the step, and count."""
+        outputs = []
+        counters = self.counters
+        counters.engine_steps += bool(plan.decodes)
+        for sequence, n in plan.prefills:
+            start = batch.starts[sequence.slot]
+            if sequence.output_tokens == 0:
+                counters.prompt_tokens += n
+            sequence.computed += n
+            if (verdict := verdicts.get(sequence.id)) is not None:
+                outputs.append(self._emit(sequence, Draft(), verdict))
+            self.drafter.observe(sequence, list(range(start, start + n)), hidden, captured)
+        for (sequence, _), draft in zip(plan.decodes, drafts, strict=True):
+            verdict = verdicts[sequence.id]
+            start = batch.starts[sequence.slot]
+            self.cache.keep_path(sequence.slot, sequence.computed, verdict.path)
+            sequence.computed += 1 + len(verdict.path)
+            outputs.append(self._emit(sequence, draft, verdict))
+            self.drafter.observe(sequence, [start, *(start + node for node in verdict.path)], hidden, captured)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._finish(output.sequence, output.finish_reason)
+        return outputs
+
+    def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> StepOutput:
+        """Append what was accepted and the target's own token, cut where the sequence ends; then count what was kept."""
+        tokens = [*(draft.tokens[node - 1] for node in verdict.path), verdict.token]
+        decoding = sequence.output_tokens > 0
+        tokens = tokens[: sequence.max_tokens - sequence.output_tokens]
+        end = next((i for i, token in enumerate(tokens, 1) if token in sequence.end_ids), None)
+        text, used = sequence.text.push(tokens[:end])
+        tokens = tokens[:used]
+        sequence.tokens += tokens
+        reason = None
+        if sequence.text.stopped or tokens[-1] in sequence.end_ids:
+            reason = "stop"
+        elif sequence.output_tokens == sequence.max_tokens:
+            reason = "length"
+        if reason is not None:
+            text += sequence.text.finish()
+        self._count(draft, min(len(verdict.path), len(tokens)), len(tokens), decoding)
+        return StepOutput(sequence, tuple(tokens), text, reason)
+
+    def _count(self, draft: Draft, accepted: int, emitted: int, decoding: bool) -> None:
+        counters = self.counters
+        counters.generated_tokens += emitted
+        counters.first_tokens += not decoding
+        counters.decode_steps += decoding
+        counters.drafted_steps += bool(draft.tokens)
+        counters.draft_tokens += len(draft.tokens)
+        counters.accepted_tokens += accepted
+        for position in range(accepted):
+            counters.accepted_per_position[position] += 1
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        self.scheduler.release(sequence)
+        self.drafter.forget(sequence)
+
+
+def _capacity(options: EngineOptions, rows: int, bytes_per_token: int) -> int:
+    """KV tokens of all running sequences together. A draft model's rows count too: what it takes is not there for requests."""
+    least, most = rows, rows * options.max_num_seqs
+    if options.kv_cache_tokens is not None:
+        if options.kv_cache_tokens < least:
+            raise ConfigError(
+                f"--kv-cache-tokens {options.kv_cache_tokens} cannot hold one sequence of {least} tokens "
+                "(--max-model-len + K): raise it or lower --max-model-len"
+            )
+        return min(options.kv_cache_tokens, most)
+    if options.device == "cpu":
+        memory = psutil.virtual_memory().total
+    else:
+        memory = torch.cuda.get_device_properties(options.device).total_memory
+    return max(least, min(most, int(memory * KV_SHARE_OF_MEMORY / bytes_per_token)))

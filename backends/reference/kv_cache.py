@@ -1,0 +1,56 @@
+"""Keys and values of every running sequence: one slot each, one row per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.reference.config import ModelConfig
+
+
+class KVCache:
+    """Per layer a tensor [slots, rows, 2, kv_heads, head_dim]; a token's K and V lie together and are written in one copy.
+
+    A sequence's token i sits in row i of its slot, so sequences in neighbouring slots are read as one strided view and
+    nothing is gathered. On a CPU the pages of rows never written are not resident: slots × rows may exceed the memory that
+    the scheduler's token budget allows. A GPU gets all of it at once.
+    """
+
+    def __init__(self, config: ModelConfig, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (slots, rows, 2, config.num_kv_heads, config.head_dim)
+        self.rows = rows
+        self._layers = [_lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self._flat = [layer.view(slots * rows, 2, config.num_kv_heads, config.head_dim) for layer in self._layers]
+
+    def write(self, layer: int, at: Tensor, keys_values: Tensor) -> None:
+        """Store [n, 2, kv_heads, head_dim] at flat rows `at` [n] (slot × rows + row)."""
+        self._flat[layer].index_copy_(0, at, keys_values)
+
+    def read(self, layer: int, slot: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V views [count, kv_heads, length, head_dim] of `count` slots from `slot` on."""
+        view = self._layers[layer][slot : slot + count, :length]
+        return view[:, :, 0].transpose(1, 2), view[:, :, 1].transpose(1, 2)
+
+    def keep_path(self, slot: int, base: int, nodes: Sequence[int]) -> None:
+        """Move rows base + node of an accepted tree path to base + 1, base + 2, ... A chain's rows lie right already."""
+        if list(nodes) == list(range(1, len(nodes) + 1)):
+            return
+        source = torch.tensor(nodes, device=self._layers[0].device) + base
+        for layer in self._layers:
+            layer[slot, base + 1 : base + 1 + len(nodes)] = layer[slot, source]
+
+
+def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values over all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, because 0 × NaN of an unwritten row would spoil a masked softmax; through calloc where that costs no memory yet."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape)

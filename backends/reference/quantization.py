@@ -1,0 +1,81 @@
+"""Linear layers: dense, int8 (one scale per output channel) and int4 (scale and zero per group of 64 inputs).
+
+Weights only; activations stay as they are, but torch's CPU kernels for both run on bf16 activations (with float32 ones the
+int8 kernel is four times slower), so a float32 model casts around them. On other devices weights are dequantized per call:
+right, and not fast. Norms and the embedding table stay unquantized; the output head is int8 in both modes, because its rounding
+goes straight into the logits (where it is tied to the embedding it becomes a copy of its own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from backends.types import ConfigError
+
+QUANTIZATIONS = ("none", "int8", "int4")
+INT4_GROUP = 64
+Linear = Callable[[Tensor], Tensor]
+"""[n, in] -> [n, out], in the dtype of the input."""
+
+
+class Dense:
+    """y = x Wᵀ + b."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Int8:
+    """Symmetric: W ≈ q × scale with q in -127..127 and one scale per output channel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.float()
+        scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
+        self.q = (weight / scale[:, None]).round().to(torch.int8)
+        self.scale = scale.to(torch.bfloat16)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y = torch._weight_int8pack_mm(x.to(torch.bfloat16), self.q, self.scale).to(x.dtype)
+        else:
+            y = F.linear(x, self.q.to(x.dtype) * self.scale.to(x.dtype)[:, None])
+        return y if self.bias is None else y + self.bias
+
+
+class Int4:
+    """Asymmetric: W ≈ (q - 8) × scale + zero with q in 0..15, per group of `INT4_GROUP` inputs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        rows, columns = weight.shape
+        if columns % INT4_GROUP or rows % 16:
+            raise ConfigError(f"int4 needs inputs in groups of {INT4_GROUP} and outputs of 16, a layer has {columns} -> {rows}")
+        groups = weight.float().view(rows, columns // INT4_GROUP, INT4_GROUP)
+        low, high = groups.amin(dim=2), groups.amax(dim=2)
+        scale = ((high - low) / 15).clamp_min(1e-12).to(torch.bfloat16).float()
+        zero = (low + 8 * scale).to(torch.bfloat16).float()
+        q = ((groups - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15).to(torch.int32).view(rows, columns)
+        scale_zero = torch.stack((scale, zero), dim=2).transpose(0, 1).contiguous().to(torch.bfloat16)  # [groups, rows, 2]
+        self.scale_zero = scale_zero
+        self.q = torch._convert_weight_to_int4pack_for_cpu(q, 1) if weight.device.type == "cpu" else q.to(torch.uint8)
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            y = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.q, INT4_GROUP, self.scale_zero).to(x.dtype)
+        else:
+            scale, zero = self.scale_zero.to(x.dtype).transpose(0, 1).repeat_interleave(INT4_GROUP, dim=1).unbind(-1)
+            y = F.linear(x, (self.q.to(x.dtype) - 8) * scale + zero)
+        return y if self.bias is None else y + self.bias
+
+
+LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {"none": Dense, "int8": Int8, "int4": Int4}
+HEADS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {"none": Dense, "int8": Int8, "int4": Int8}

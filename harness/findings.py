@@ -1,0 +1,138 @@
+"""What the trials of a run say so far: evidence, finalists, weights. Reads trials, measures nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backends.types import ServingConfig
+from harness import evidence as ev
+from harness.decide import BatchEvidence, Evidence
+from harness.settings import RunSettings
+from harness.space import Space, group_key
+from harness.store import Trial
+from harness.types import Load
+
+Finalists = Mapping[tuple[str, ...], ServingConfig]
+
+
+@dataclass(slots=True)
+class Findings:
+    """Views of `trials`, which grows while the run goes on."""
+
+    settings: RunSettings
+    space: Space
+    records_of: ev.RecordsOf
+    trials: list[Trial] = field(default_factory=list)
+    quality: dict[str, dict[str, Any]] = field(default_factory=dict)  # quantization -> against the one the user runs
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        return self.settings.objectives or ("e2e_p50",)
+
+    @property
+    def primary_offs(self) -> list[ServingConfig]:
+        """Off of each engine at the first quantization and KV cache type: what the user runs."""
+        first: dict[str, ServingConfig] = {}
+        for off in self.space.offs:
+            first.setdefault(off.backend, off)
+        return list(first.values())
+
+    def find(self, config: ServingConfig, load: Load, stage: str) -> Trial | None:
+        return next((t for t in self.trials if t.measured and t.config == config and t.load == load and t.stage == stage), None)
+
+    def cell_values(self, trial: Trial) -> tuple[float, ...] | None:
+        """Each objective's log ratio to the baseline at the same load; None where either was not measured.
+
+        Relative to the trial's own off, or to one off for all where the user named what is best.
+        """
+        yardstick = self.primary_offs[0] if self.settings.objectives else trial.config.off()
+        baseline = self.find(yardstick, trial.load, "baseline")
+        if not trial.measured or baseline is None:
+            return None
+        values = [ev.log_ratio(trial, baseline, objective) for objective in self.objectives]
+        return None if None in values else tuple(v for v in values if v is not None)
+
+    def search_evidence(self, trace: str) -> dict[ServingConfig, tuple[BatchEvidence, ...]]:
+        """Every candidate that the search measured, against its off, by batch size."""
+        rows = {
+            config: ev.by_batch(self.trials, trace, config, ("baseline", "search"), self.objectives[0], self.records_of)
+            for config in self.space.candidates
+        }
+        return {config: evidence for config, evidence in rows.items() if evidence}
+
+    def evidence(self, trace: str, finalist: ServingConfig) -> Evidence:
+        return ev.evidence_of(
+            finalist,
+            self.trials,
+            trace,
+            objective=self.objectives[0],
+            search_evidence=self.search_evidence(trace),
+            shares=self.shares(trace),
+            records_of=self.records_of,
+        )
+
+    def shares(self, trace: str) -> dict[int, float]:
+        """The trace's own batch sizes with off at its own load; empty where it has no arrivals."""
+        for off in self.primary_offs:
+            trial = self.find(off, open_load(trace, self.settings), "baseline")
+            if trial:
+                return ev.batch_shares(self.records_of(trial))
+        return {}
+
+    def weights(self, trace: str) -> dict[int, float]:
+        return ev.weights_of(self.shares(trace), self.space.batch_sizes)
+
+    def finalists(self, traces: Sequence[str]) -> dict[tuple[str, ...], ServingConfig]:
+        """Of each group (engine, quantization) the configuration with the best score over the traces' own batch sizes."""
+        evidence = {name: self.search_evidence(name) for name in traces}
+        weights = {name: self.weights(name) for name in traces}
+        best: dict[tuple[str, ...], tuple[float, ServingConfig]] = {}
+        for config in self.space.candidates:
+            total = sum(ev.score(evidence[name].get(config, ()), weights[name]) for name in traces)
+            held = best.get(group_key(config))
+            if total == float("-inf") or not self._meets_slo(config):
+                continue
+            # Within 1 % the smaller K wins: candidates come in ascending K.
+            if held is None or total > held[0] + 0.01 * len(traces):
+                best[group_key(config)] = (total, config)
+        return {key: config for key, (_, config) in best.items()}
+
+    def may_win(self, config: ServingConfig) -> bool:
+        """The quantization the user runs, or one whose measured quality loss the user accepts."""
+        if config.off() in self.primary_offs:
+            return True
+        measured = self.quality.get(config.weight_quantization) if config.backend == "reference" else None
+        return measured is not None and 1 - measured["greedy_agreement"] <= self.settings.max_quality_loss
+
+    def cost_of(self, trace: str, config: ServingConfig) -> float:
+        """Mean log E2E p50 over the trace's batch sizes: what engines and quantizations are compared by. inf where not measured."""
+        total = 0.0
+        for batch, weight in self.weights(trace).items():
+            trials = [t for t in self.trials if t.measured and t.config == config and t.load == closed_load(trace, batch)]
+            if not trials or trials[-1].metrics is None:
+                return math.inf
+            total += weight * math.log(trials[-1].metrics["e2e_s"]["p50"])
+        return total
+
+    def _meets_slo(self, config: ServingConfig) -> bool:
+        """Whether no search trial of this configuration broke a limit the user set."""
+        for trial in self.trials:
+            if trial.config != config or trial.stage != "search" or trial.metrics is None:
+                continue
+            for name, limit_s in self.settings.slo.items():
+                metric, percentile = name.rsplit("_", 1)
+                summary = trial.metrics[f"{metric}_s"]
+                if summary and summary[percentile] > limit_s:
+                    return False
+        return True
+
+
+def closed_load(trace: str, concurrency: int) -> Load:
+    return Load(mode="closed", trace=trace, concurrency=concurrency)
+
+
+def open_load(trace: str, settings: RunSettings) -> Load:
+    return Load(mode="trace", trace=trace, time_scale=settings.time_scale)

@@ -1,0 +1,162 @@
+"""`result.json` from the findings of a run: decisions, trials, what the search cost. Pure but for the clock-free store."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from backends.registry import ADAPTERS
+from backends.types import ServingConfig
+from harness.decide import Judgement, Ratio, judge
+from harness.environment import environment
+from harness.findings import Finalists, Findings, closed_load
+from harness.space import group_label
+from harness.statistics import paired_speedup
+from harness.store import RunStore, Trial
+from harness.types import Decision
+from workloads.types import Trace
+
+DRIFT_LIMIT = 0.03
+"""Change of the baseline between its first and its last measurement above which the report warns."""
+
+
+def build_result(
+    findings: Findings, finalists: Finalists, traces: Mapping[str, Trace], store: RunStore, confirm_requests: int
+) -> dict[str, Any]:
+    """Everything the report shows. `confirm_requests`: requests of one confirmation load over all traces."""
+    return {
+        "schema": 1,
+        "workloads": [trace.summary() for trace in traces.values()],
+        "environment": environment(),
+        "trials": [public_trial(t, findings.quality) for t in findings.trials],
+        "predictions": [],
+        "decisions": [decision(findings, name, finalists).to_dict() for name in traces],
+        "preflight": [],
+        "losslessness": [],
+        "diagnosis": [],
+        "interference": None,
+        "capacity": None,
+        "selftest": None,
+        "search_cost": search_cost(findings, store, confirm_requests),
+    }
+
+
+def decision(findings: Findings, trace: str, finalists: Finalists) -> Decision:
+    """The verdict of each group, and overall the fastest of those that may win."""
+    groups = [(config, judge(findings.evidence(trace, config))) for config in finalists.values()]
+    by_engine = tuple(_group_decision(findings, trace, config, judgement) for config, judgement in groups)
+    allowed = [pair for pair in groups if findings.may_win(pair[0])]
+    warnings = (*_drift_warnings(findings, trace), *_trial_warnings(findings, trace))
+    if not allowed:
+        reason = "no speculative configuration could be measured against a baseline; see the failed trials"
+        return Decision(trace, "not_measurable", None, None, (reason,), warnings, by_engine=by_engine)
+    config, judgement = min(allowed, key=lambda pair: findings.cost_of(trace, recommended(*pair)))
+    chosen = recommended(config, judgement)
+    return Decision(
+        trace=trace,
+        verdict=judgement.verdict,
+        config=chosen,
+        speedup=_speedup(findings, judgement),
+        reasons=judgement.reasons,
+        warnings=(*judgement.warnings, *warnings),
+        below_batch=judgement.below_batch,
+        break_even_batch=judgement.break_even,
+        k_by_batch_size=judgement.k_by_batch_size,
+        launch=_launch(findings, chosen),
+        by_engine=by_engine,
+    )
+
+
+def recommended(config: ServingConfig, judgement: Judgement) -> ServingConfig:
+    """What to run: the finalist where it won, off otherwise."""
+    return config if judgement.verdict in ("enable", "enable_below_batch") else config.off()
+
+
+def public_trial(trial: Trial, quality: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A trial as `result.json` shows it: with its quantization's quality, without the key that finds it again."""
+    out = trial.to_dict()
+    del out["key"]
+    out["requests_indices"] = list(out.pop("requests"))
+    if trial.config.backend == "reference":
+        out["quality"] = quality.get(trial.config.weight_quantization, trial.quality)
+    return out
+
+
+def search_cost(findings: Findings, store: RunStore, confirm_requests: int) -> dict[str, Any]:
+    """What the trials cost, runs before a resume included, and what the full grid would have cost.
+
+    The grid is every server at every batch size with the confirmation's number of requests.
+    """
+    stages: dict[str, dict[str, float]] = {}
+    per_request: dict[int, list[float]] = {}
+    for trial in findings.trials:
+        totals = stages.setdefault(trial.stage, {"seconds": 0.0, "gpu_seconds": 0.0, "loads": 0})
+        totals["seconds"] += trial.cost["seconds"]
+        totals["gpu_seconds"] += trial.cost["gpu_seconds"]
+        totals["loads"] += 1
+        if trial.measured and trial.load.concurrency:
+            per_request.setdefault(trial.load.concurrency, []).append(trial.cost["seconds"] / len(trial.requests))
+    sweep_s = sum(confirm_requests * sum(costs) / len(costs) for costs in per_request.values())
+    return {
+        "measured_s": sum(s["seconds"] for s in stages.values()),
+        "server_starts": store.server_starts,
+        "full_grid_estimated_s": len(findings.space.servers) * sweep_s,
+        "stages": stages,
+    }
+
+
+def _group_decision(findings: Findings, trace: str, config: ServingConfig, judgement: Judgement) -> dict[str, Any]:
+    note = (
+        ()
+        if findings.may_win(config)
+        else (f"From {findings.settings.search_requests} search requests, not confirmed on more.",)
+    )
+    return {
+        "group": group_label(config),
+        "trace": trace,
+        "verdict": judgement.verdict,
+        "config": config.to_dict(),
+        "speedup": _speedup(findings, judgement),
+        "below_batch": judgement.below_batch,
+        "break_even_batch": dict(judgement.break_even),
+        "k_by_batch_size": [list(row) for row in judgement.k_by_batch_size],
+        "reasons": [*judgement.reasons, *note],
+        "warnings": list(judgement.warnings),
+    }
+
+
+def _speedup(findings: Findings, judgement: Judgement) -> dict[str, Any] | None:
+    return judgement.speedup.to_dict(findings.objectives[0]) if judgement.speedup else None
+
+
+def _launch(findings: Findings, config: ServingConfig) -> dict[str, Any]:
+    adapter = ADAPTERS[config.backend]
+    command = findings.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
+    launch = adapter.launch(config, port=8000, command=command, base_args=findings.settings.base_args)
+    return {"command": shlex.join(launch.argv), "env": dict(launch.env), "files": dict(launch.files)}
+
+
+def _drift_warnings(findings: Findings, trace: str) -> list[str]:
+    load = closed_load(trace, findings.space.batch_sizes[-1])
+    warnings = []
+    for off in findings.primary_offs:
+        first, last = (findings.find(off, load, stage) for stage in ("baseline", "baseline_last"))
+        if first is None or last is None:
+            continue
+        drift = paired_speedup(findings.records_of(first), findings.records_of(last), "e2e_s", 0.5)
+        ratio = Ratio(drift.value, drift.ci95)
+        if abs(ratio.value - 1) > DRIFT_LIMIT and (ratio.better or ratio.worse or ratio.ci95 is None):
+            change = "faster" if ratio.value > 1 else "slower"
+            warnings.append(
+                f"The machine drifted: off was {abs(1 - 1 / ratio.value) * 100:.0f} % {change} at the end of the run than at "
+                f"its start ({off.backend})."
+            )
+    return warnings
+
+
+def _trial_warnings(findings: Findings, trace: str) -> list[str]:
+    trials = [t for t in findings.trials if t.load.trace == trace]
+    failed = [t for t in trials if t.state == "FAIL"]
+    lines = [f"{len(failed)} trials failed; the first: {failed[0].config.label()}: {failed[0].reason}"] if failed else []
+    return lines + list(dict.fromkeys(warning for t in trials for warning in t.warnings))

@@ -1,0 +1,105 @@
+"""The main job from trace to report on a real engine with a tiny random model: search, resume, kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from harness.result_schema import validate
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = (
+    *("--variants", "off,ngram", "--k", "2", "--batch-sizes", "1,4", "--max-output-tokens", "12"),
+    *("--search-requests", "8", "--confirm-requests", "12", "--time-scale", "0.1"),
+)
+
+
+def command(trace: Path, model: Path, out: Path) -> list[str]:
+    return [sys.executable, str(ROOT / "tune.py"), "--trace", str(trace), "--model", str(model), "--out", str(out), *OPTIONS]
+
+
+def trials(out: Path) -> dict[str, float]:
+    """Finished trials and when each was written."""
+    return {path.parent.name: path.stat().st_mtime for path in out.glob("trials/*/trial.json")}
+
+
+@pytest.fixture()
+def trace(tmp_path: Path) -> Path:
+    rows = [
+        {"arrival_s": i * 1.0, "prompt": f"again and again and again number {i % 5} again and again", "max_tokens": 12}
+        for i in range(24)
+    ]
+    path = tmp_path / "loop.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_nothing(
+    tmp_path: Path, trace: Path, tiny_model: Path
+) -> None:
+    out = tmp_path / "run"
+    subprocess.run(command(trace, tiny_model, out), check=True, timeout=240)
+    result = json.loads((out / "result.json").read_text())
+    validate(result)
+    workload = result["workloads"][0]
+    assert workload["read"] == workload["kept"] + sum(workload["dropped"].values()) == 24
+    measured = [t for t in result["trials"] if t["state"] == "COMPLETE"]
+    assert {t["config"]["variant"] for t in measured} == {"off", "ngram"}
+    assert all(t["speculation"]["tau"] == 1.0 for t in measured if t["config"]["variant"] == "off")
+    assert all(t["metrics"]["requests"]["failed"] == 0 for t in measured)
+    (decision,) = result["decisions"]
+    assert decision["launch"]["command"]
+    rows = pq.read_table(out / "trials" / "0000" / "requests.parquet").to_pylist()
+    assert [row["index"] for row in rows] and {row["status"] for row in rows} == {"completed"}
+    report = (out / "report.html").read_text()
+    assert "again and again" not in report
+    before = trials(out)
+    again = subprocess.run(command(trace, tiny_model, out), check=True, timeout=120, capture_output=True, text=True)
+    assert trials(out) == before
+    assert "1/" not in again.stderr
+
+
+def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
+    out = tmp_path / "run"
+    run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(trials(out)) < 3:
+        assert run.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(run.pid).children(recursive=True)
+    assert family, "an engine must be running"
+    done = trials(out)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
+    subprocess.run(command(trace, tiny_model, out), check=True, timeout=240, stderr=subprocess.DEVNULL)
+    after = trials(out)
+    assert {number: after[number] for number in done} == done
+    keys = [json.loads(path.read_text())["key"] for path in out.glob("trials/*/trial.json")]
+    assert len(keys) == len(set(keys))
+
+
+def test_ctrl_c_leaves_a_resumable_directory_and_exit_code_130(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
+    out = tmp_path / "run"
+    run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not trials(out):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGINT)
+    _, stderr = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "--out" in stderr
+    assert "Traceback" not in stderr
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive
