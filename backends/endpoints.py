@@ -30,7 +30,9 @@ def parse_endpoint(text: str) -> tuple[str | None, str]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"endpoint '{text}': give a URL such as http://127.0.0.1:8000, or SETTING=URL")
     if parts.password or parts.username:
-        raise ConfigError(f"endpoint '{parts.hostname}': no credentials in the URL; name an environment variable with --api-key-env")
+        raise ConfigError(
+            f"endpoint '{parts.hostname}': no credentials in the URL; name an environment variable with --api-key-env"
+        )
     return name or None, url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -56,7 +58,9 @@ def connect(url: str, *, api_key_env: str | None = None, model: str | None = Non
     if model is not None and model not in names:
         raise BackendError(f"{url} does not serve '{model}', it has: {', '.join(names[:5])}")
     dialect = _dialect(call(f"{url}/metrics", api_key_env=api_key_env))
-    warnings = () if dialect != "unknown" else (f"{url}/metrics is no statistics page of a known engine: tau comes from the stream",)
+    warnings = (
+        () if dialect != "unknown" else (f"{url}/metrics is no statistics page of a known engine: tau comes from the stream",)
+    )
     return Endpoint(
         base_url=url,
         model=model or names[0],

@@ -61,7 +61,7 @@ _METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "p_eagle": {"parallel_drafting": True},
 }
-_REFUSED_WITH_SPECULATION = ("min_p", "logit_bias")  # the rejection sampler does not apply them: HTTP 400
+REFUSED_WITH_SPECULATION = ("min_p", "logit_bias")  # the rejection sampler does not apply them: HTTP 400
 _SPECIAL_EXTRA = frozenset({"speculative", "k_schedule", "env"})
 
 # Flags that this adapter sets, so that the same in the user's base arguments would be given twice or contradict.
@@ -91,7 +91,7 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
         return f"vLLM has no weight quantization '{config.draft_quantization}' for a draft"
     if any(cli.flag(key) == "trust-remote-code" for key in config.extra):
         return "remote code of a checkpoint is never run"
-    refused = sorted(facts.sampling_parameters.intersection(_REFUSED_WITH_SPECULATION))
+    refused = sorted(facts.sampling_parameters.intersection(REFUSED_WITH_SPECULATION))
     if config.variant != "off" and refused:
         return f"vLLM answers 400 to {', '.join(refused)} when it speculates, and the trace uses it"
     return _schedule_fault(config)

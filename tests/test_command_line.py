@@ -30,7 +30,7 @@ def refused(where: Path, *arguments: str) -> str:
     return lines[0]
 
 
-@pytest.fixture()
+@pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "good.jsonl"
     path.write_text("".join(json.dumps({**GOOD_ROW, "arrival_s": float(i)}) + "\n" for i in range(20)))

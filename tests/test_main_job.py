@@ -30,7 +30,7 @@ def trials(out: Path) -> dict[str, float]:
     return {path.parent.name: path.stat().st_mtime for path in out.glob("trials/*/trial.json")}
 
 
-@pytest.fixture()
+@pytest.fixture
 def trace(tmp_path: Path) -> Path:
     rows = [
         {"arrival_s": i * 1.0, "prompt": f"again and again and again number {i % 5} again and again", "max_tokens": 12}
@@ -57,7 +57,8 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
     (decision,) = result["decisions"]
     assert decision["launch"]["command"]
     rows = pq.read_table(out / "trials" / "0000" / "requests.parquet").to_pylist()
-    assert [row["index"] for row in rows] and {row["status"] for row in rows} == {"completed"}
+    assert [row["index"] for row in rows]
+    assert {row["status"] for row in rows} == {"completed"}
     report = (out / "report.html").read_text()
     assert "again and again" not in report
     before = trials(out)
@@ -93,7 +94,8 @@ def test_ctrl_c_leaves_a_resumable_directory_and_exit_code_130(tmp_path: Path, t
     run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not trials(out):
-        assert run.poll() is None and time.monotonic() < deadline
+        assert run.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGINT)

@@ -54,7 +54,7 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
 
 
 def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_args: tuple[str, ...]) -> Launch:
-    """`python -m backends.reference`, startable from any folder. `config.extra` becomes flags: ngram_max=5 is `--ngram-max 5`."""
+    """`python -m backends.reference`, startable from any folder. `config.extra` gives flags: ngram_max=5 is `--ngram-max 5`."""
     argv = [*command, "-m", "backends.reference", "--model", config.model, "--port", str(port), "--variant", config.variant]
     argv += ["--k", str(config.k), "--max-num-seqs", str(config.max_num_seqs)]
     if config.variant == "draft_model":

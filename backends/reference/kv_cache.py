@@ -49,7 +49,7 @@ def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, because 0 × NaN of an unwritten row would spoil a masked softmax; through calloc where that costs no memory yet."""
+    """Zeros, because 0 × NaN of an unwritten row would spoil a masked softmax; by calloc, which takes no memory yet."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = int(np.prod(shape)) * dtype.itemsize

@@ -59,11 +59,17 @@ def load_model(
         output = tensor("lm_head.weight", config.vocab_size, config.hidden_size)
     head = HEADS[quantization](output, None)
     weights.finish()
-    return Decoder(config, embedding, layers, norm, head, max_positions or config.context_tokens)
+    return Decoder(
+        config, embedding=embedding, layers=layers, norm=norm, head=head, positions=max_positions or config.context_tokens
+    )
 
 
 def _layer(
-    config: ModelConfig, index: int, tensor: Callable[..., Tensor], weights: _Weights, linear: Callable[..., Callable[[Tensor], Tensor]]
+    config: ModelConfig,
+    index: int,
+    tensor: Callable[..., Tensor],
+    weights: _Weights,
+    linear: Callable[..., Callable[[Tensor], Tensor]],
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size

@@ -45,13 +45,14 @@ class _Collector:
         for position, value in enumerate(engine.counters.accepted_per_position):
             positions.add_metric([str(position)], value)
         yield positions
-        for name, text, value in (
-            ("requests_running", "Sequences with a slot", len(engine.scheduler.running)),
-            ("requests_waiting", "Sequences without one", len(engine.scheduler.waiting)),
-            ("kv_capacity_tokens", "KV rows that running sequences may fill", engine.capacity_tokens),
-            ("kv_use_ratio", "Share of them filled", engine.kv_use_ratio),
-        ):
-            yield GaugeMetricFamily(f"spectune:{name}", text, value=value)
+        gauges: dict[str, tuple[str, float]] = {
+            "requests_running": ("Sequences with a slot", len(engine.scheduler.running)),
+            "requests_waiting": ("Sequences without one", len(engine.scheduler.waiting)),
+            "kv_capacity_tokens": ("KV rows that running sequences may fill", engine.capacity_tokens),
+            "kv_use_ratio": ("Share of them filled", engine.kv_use_ratio),
+        }
+        for name, (text, level) in gauges.items():
+            yield GaugeMetricFamily(f"spectune:{name}", text, value=level)
         yield GaugeMetricFamily("process_start_time_seconds", "Unix time", value=psutil.Process().create_time())
         settings = {"served_model": self._model, **engine.resolved()}
         info = GaugeMetricFamily("spectune:settings_info", "Settings in effect, as labels", labels=list(settings))

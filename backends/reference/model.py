@@ -34,7 +34,7 @@ class Decoder:
     """Weights and forward pass of one model."""
 
     def __init__(
-        self, config: ModelConfig, embedding: Tensor, layers: Sequence[Layer], norm: Tensor, head: Linear, positions: int
+        self, config: ModelConfig, *, embedding: Tensor, layers: Sequence[Layer], norm: Tensor, head: Linear, positions: int
     ) -> None:
         self.config = config
         self.dtype = embedding.dtype
@@ -121,7 +121,7 @@ def rope_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device
 
 
 def _llama3(frequency: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context ÷ low_freq_factor are slowed by `factor`, short ones kept, a ramp between."""
+    """Llama 3.1: frequencies with few turns in the original context are divided by `factor`, fast ones kept, a ramp between."""
     turns = rope.original_context_tokens * frequency / (2 * math.pi)  # full turns within the original context
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return frequency * (keep + (1 - keep) / rope.factor)

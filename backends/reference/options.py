@@ -16,7 +16,7 @@ SELF_INT4 = "self-int4"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`draft` is a model directory, or `self-int4`. `max_model_len` and `kv_cache_tokens` None: as the model and memory allow."""
+    """`draft` is a model directory, or `self-int4`. `max_model_len`, `kv_cache_tokens` None: what model and memory allow."""
 
     model: Path
     variant: str = "off"
@@ -47,7 +47,9 @@ class EngineOptions:
         if (self.variant == "draft_model") != (self.draft is not None):
             raise ConfigError("--draft goes with --variant draft_model: a model directory, or self-int4")
         if self.draft == SELF_INT4 and self.draft_quantization not in ("none", "int4"):
-            raise ConfigError("self-int4 is an int4 copy: leave --draft-quantization out, or give the model directory as --draft")
+            raise ConfigError(
+                "self-int4 is an int4 copy: leave --draft-quantization out, or give the model directory as --draft"
+            )
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise ConfigError(f"--ngram-min {self.ngram_min} and --ngram-max {self.ngram_max}: 1 <= min <= max is needed")
         if self.max_num_seqs < 1:

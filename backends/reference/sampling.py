@@ -91,7 +91,7 @@ def mix64(x: int) -> int:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Two multiply-xorshift rounds on int32, in place (constants: "lowbias32", C. Wellons). Shifts are made logical by masks."""
+    """Two multiply-xorshift rounds on int32, in place (constants: "lowbias32", C. Wellons). Masks make shifts logical."""
     x ^= (x >> 16) & 0xFFFF
     x *= _int32(0x7FEB352D)
     x ^= (x >> 15) & 0x1FFFF

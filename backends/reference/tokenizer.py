@@ -48,8 +48,10 @@ class Tokenizer:
         if self._template is None:
             raise RequestError("this model has no chat template: use /v1/completions", field="messages")
         try:
-            text = _environment().from_string(self._template).render(
-                messages=messages, tools=tools, add_generation_prompt=True, **self._specials
+            text = (
+                _environment()
+                .from_string(self._template)
+                .render(messages=messages, tools=tools, add_generation_prompt=True, **self._specials)
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template refused the messages: {error}", field="messages") from None

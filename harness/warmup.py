@@ -1,0 +1,96 @@
+"""Warm-up: the server is brought to the state it will be measured in, at the trial's own concurrency and shapes.
+
+Engines compile on first use, also on the first batch of a size (reports of first requests 25 times slower than later ones), so
+one request at a time does not warm a batch. Rule: waves of requests at the trial's concurrency, each shortened to
+`WAVE_TOKENS`, until the mean time per token of a wave is within `TOLERANCE` of the fastest wave before it; at most `MAX_WAVES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+from backends.types import Endpoint
+from harness.client import ReplayOptions, call_of, unseen
+from harness.replay import Sender
+from harness.types import Load, RequestRecord
+from harness.wire import Origin, Pool, get
+from workloads.types import Request
+
+WAVE_TOKENS = 16
+TOLERANCE = 0.1
+MAX_WAVES = 6
+OPEN_LOOP_CONCURRENCY = 4  # an open loop has no concurrency of its own; two and more at once meet the batched kernels
+
+RESET_PATHS = {
+    "vllm": "/reset_prefix_cache",
+    "sglang": "/flush_cache",
+    "reference": "/reset_prefix_cache",
+    "simulated": "/reset_prefix_cache",
+}
+"""POST that empties the prefix cache, where a server offers it (vLLM: in its development mode only)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How a warm-up went."""
+
+    token_s: tuple[float, ...]  # mean time per output token of each wave
+    stable: bool
+    prefix_cache: str  # cold (emptied), as found
+    warnings: tuple[str, ...] = ()
+
+
+async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> WarmUp:
+    """Warm the server for this load; none of the load's own prompts is sent.
+
+    Raises:
+        WorkloadError, ConfigError: as `replay`.
+    """
+    users = load.concurrency or min(OPEN_LOOP_CONCURRENCY, len(requests))
+    pool = Pool(Origin.of(endpoint.base_url))
+    sender = Sender(endpoint, options, pool, uuid4().hex[:12])
+    waves: list[float] = []
+    stable = False
+    try:
+        while len(waves) < MAX_WAVES and not stable:
+            token_s = _token_s(await _wave(sender, requests, users, len(waves)))
+            if token_s is None:
+                break
+            stable = bool(waves) and abs(token_s / min(waves) - 1) <= TOLERANCE
+            waves.append(token_s)
+        emptied = options.prefix_cache == "cold" and await _empty_prefix_cache(endpoint, pool)
+    finally:
+        pool.close()
+    warnings = []
+    if not stable:
+        listed = ", ".join(f"{value * 1e3:.1f}" for value in waves) or "none"
+        warnings.append(f"warm-up did not become stable: ms per token of its waves: {listed}")
+    if options.prefix_cache == "cold" and not emptied:
+        warnings.append("the server's prefix cache could not be emptied before the load; it holds what earlier loads left")
+    return WarmUp(tuple(waves), stable, "cold" if emptied else "as found", tuple(warnings))
+
+
+async def _wave(sender: Sender, requests: Sequence[Request], users: int, wave: int) -> list[RequestRecord]:
+    async def one(user: int) -> RequestRecord:
+        request = unseen(requests[(wave * users + user) % len(requests)], f"{sender.run_id}/{wave}/{user}")
+        call = call_of(request, sender.endpoint, sender.options).shortened(WAVE_TOKENS)
+        return await sender.perform(call, sender.render(call, f"-warm{wave}-{user}"), asyncio.get_running_loop().time())
+
+    return list(await asyncio.gather(*(one(user) for user in range(users))))
+
+
+def _token_s(records: Sequence[RequestRecord]) -> float | None:
+    """Mean decode time per token over a wave: Σ decode time ÷ Σ tokens after the first. Prompts' lengths do not enter."""
+    done = [r for r in records if r.status == "completed" and r.output_tokens and r.output_tokens > 1 and r.tpot_s is not None]
+    if not done:
+        return None
+    tokens = sum(r.output_tokens - 1 for r in done if r.output_tokens)
+    return sum((r.last_token_s or 0.0) - (r.first_token_s or 0.0) for r in done) / tokens
+
+
+async def _empty_prefix_cache(endpoint: Endpoint, pool: Pool) -> bool:
+    path = RESET_PATHS.get(endpoint.backend)
+    return path is not None and await get(pool, path, method="POST") is not None

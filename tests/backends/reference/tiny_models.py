@@ -1,0 +1,75 @@
+"""Random small checkpoints, written by transformers, with a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from backends.reference.engine import Engine
+from backends.reference.sequence import Sequence
+from backends.serving import GenerationRequest
+
+EOS = 256
+VOCAB = 272  # 256 bytes, <eos>, <bos>, and ids that no text gives
+
+
+def shape(**changes: Any) -> dict[str, Any]:
+    """Settings of an 8-layer model with grouped KV heads; a large initializer keeps logits apart."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": True,
+        "bos_token_id": 257,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        **changes,
+    }
+
+
+def save(config: PretrainedConfig, folder: Path, *, seed: int = 0, shard: str = "5GB") -> PreTrainedModel:
+    """Write a random float32 model of `config` with its tokenizer, and return it in eval mode."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight") or name.endswith(".bias"):  # ones and zeros would hide a missing norm or bias
+            torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
+    save_tokenizer(folder)
+    return model
+
+
+def save_tokenizer(folder: Path, *, eos: str = "<eos>") -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([eos, "<bos>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token="<bos>")
+    fast.chat_template = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    fast.save_pretrained(folder)
+
+
+def request(prompt: list[int], max_tokens: int = 24, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompt_ids=tuple(prompt), max_tokens=max_tokens, **fields)
+
+
+def generate(engine: Engine, requests: list[GenerationRequest]) -> list[list[int]]:
+    """Output ids of each request, all queued at once."""
+    sequences = [engine.add(r) for r in requests]
+    while engine.has_work:
+        engine.step()
+    return [output(sequence) for sequence in sequences]
+
+
+def output(sequence: Sequence) -> list[int]:
+    return sequence.tokens[sequence.prompt_tokens :]
