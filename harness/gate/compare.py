@@ -34,8 +34,9 @@ def _usable(key: str, turn: Sample) -> bool:
 
 def gating(key: str, blocks: Sequence[Block]) -> bool:
     """Whether a metric may turn the gate red: tails only with enough requests."""
-    if not metric_of(key).tail:
-        return True
+    metric = metric_of(key)
+    if not metric.tail:
+        return metric.gates
     turns = [turn for block in blocks for turn in block.candidate]
     return min(t.requests for t in turns) >= TAIL_REQUESTS_PER_TURN and sum(t.requests for t in turns) >= TAIL_REQUESTS
 

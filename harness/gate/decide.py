@@ -95,9 +95,13 @@ def _beyond_band(name: str, blocks: Sequence[Block], rules: Rules) -> bool:
 
 
 def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rules) -> bool:
+    """Fresh blocks alone show it, at half the band or more, and all blocks together put it beyond the band."""
     fresh = blocks[suspected_at:]
-    p = divergence(fresh).p if name == DIVERGENCE else mean_of(changes(name, fresh)).p_above(0.0)
-    return p <= rules.confirm_alpha and _beyond_band(name, blocks, rules)
+    if name == DIVERGENCE:
+        return divergence(fresh).p <= rules.confirm_alpha and _beyond_band(name, blocks, rules)
+    mean = mean_of(changes(name, fresh))
+    again = mean.p_above(0.0) <= rules.confirm_alpha and mean.value > band_of(name, rules) / 2
+    return again and _beyond_band(name, blocks, rules)
 
 
 def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules) -> bool:

@@ -71,7 +71,13 @@ def _answer(question: Question, comparisons: Sequence[Comparison]) -> Answer:
     if not shown:
         return Answer(question, "not_measured", "not measured")
     status = min((c.status for c in shown), key=_WORST_FIRST.index)
-    return Answer(question, status, "; ".join(change_text(c) for c in shown))
+    batches = {c.key.partition("@")[2]: c.candidate for c in comparisons if c.key.startswith("batch@")}
+    return Answer(question, status, "; ".join(change_text(c) + _at_batch(c, batches) for c in shown))
+
+
+def _at_batch(comparison: Comparison, batches: Mapping[str, float]) -> str:
+    batch = batches.get(comparison.key.partition("@")[2])
+    return "" if batch is None else f" at batch {batch:.0f}"
 
 
 def _failures(blocks: Sequence[Block]) -> Answer:

@@ -12,11 +12,12 @@ from harness.gate.types import Question
 class Metric:
     label: str
     question: Question
-    unit: str  # s, tokens, tokens/s, 1/s, share
+    unit: str  # s, tokens, tokens/s, 1/s, share, sequences
     higher_is_better: bool = False
     relative: bool = True  # compared as a ratio; else as a difference
     required: bool = False  # a pass needs this one shown equal; the others can turn a gate red, and do not hold up a pass
     tail: bool = False  # gates only with enough requests
+    gates: bool = True  # False: shown, and never a reason
 
 
 METRICS: dict[str, Metric] = {
@@ -29,6 +30,7 @@ METRICS: dict[str, Metric] = {
     "ttft_p95": Metric("TTFT p95", "latency", "s", tail=True),
     "throughput": Metric("throughput", "latency", "tokens/s", higher_is_better=True, required=True),
     "goodput": Metric("goodput", "latency", "1/s", higher_is_better=True),
+    "batch": Metric("mean batch", "step_cost", "sequences", gates=False),
 }
 _POSITION = re.compile(r"position_(\d+)")
 

@@ -26,7 +26,6 @@ class Sample:
     failed: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)  # kind -> count
     outputs: Mapping[int, str] = field(default_factory=dict)
-    batch_size: float | None = None  # sequences decoded together, on average
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "outputs": {str(index): digest for index, digest in self.outputs.items()}}
