@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from backends import vllm
 from backends.reference import adapter as reference
 from backends.types import Adapter
 
 ADAPTERS: Mapping[str, Adapter] = {
     "reference": reference,
+    "vllm": vllm,
 }

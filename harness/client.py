@@ -154,7 +154,8 @@ def record(
 ) -> RequestRecord:
     """What happened to one request; clock times become seconds from `start_s`, the start of the load."""
     status, failure = outcome(exchange, reader)
-    tokens, source = reader.output_tokens(options.count_tokens)
+    # What a failed request sent before it failed is no output: its arrivals are kept, its size is not.
+    tokens, source = reader.output_tokens(options.count_tokens) if status == "completed" else (None, None)
     chunk_s = tuple([at - start_s for at in reader.chunk_s])
     return RequestRecord(
         index=request.index,

@@ -14,7 +14,9 @@ SAMPLE_PERIOD_S = 0.2
 SETTLE_S = 2.0  # longest wait for a drained server to publish its last counts
 
 # A page of vLLM has a thousand lines; parsing all of them five times a second would delay the time stamps of the load.
-_GAUGE = re.compile(r"^[a-z_]+:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util).*$", re.MULTILINE)
+_GAUGE = re.compile(
+    r"^[a-z_]+:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util).*$", re.MULTILINE
+)
 
 PAGES = {"tensorrt_llm": "/prometheus/metrics"}  # its /metrics is emptied by reading
 

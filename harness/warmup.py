@@ -24,7 +24,12 @@ TOLERANCE = 0.1
 MAX_WAVES = 6
 OPEN_LOOP_CONCURRENCY = 4  # an open loop has no concurrency of its own; two and more at once meet the batched kernels
 
-RESET_PATHS = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache", "reference": "/reset_prefix_cache", "simulated": "/reset_prefix_cache"}
+RESET_PATHS = {
+    "vllm": "/reset_prefix_cache",
+    "sglang": "/flush_cache",
+    "reference": "/reset_prefix_cache",
+    "simulated": "/reset_prefix_cache",
+}
 """POST that empties the prefix cache, where a server offers it (vLLM: in its development mode only)."""
 
 

@@ -1,0 +1,53 @@
+"""Whether every request fits the model's context, found before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from backends.reference.tokenizer import Tokenizer
+from backends.types import ConfigError
+from workloads.types import Request, WorkloadError
+
+
+def output_limit(request: Request, cap: int | None) -> int | None:
+    """Most tokens this request may be answered with: its own limit, else the recorded length, both under the user's cap."""
+    known = [value for value in (request.max_tokens or request.output_tokens, cap) if value]
+    return min(known, default=None)
+
+
+def check_lengths(model: str, trace: str, requests: Sequence[Request], cap: int | None) -> int | None:
+    """The longest request's tokens, prompt and answer; None where `model` is no local directory, so nothing can be counted.
+
+    Raises:
+        WorkloadError: a request does not fit the context.
+        ConfigError: the directory holds no model.
+    """
+    folder = Path(model)
+    if not folder.exists() and "/" in model and not model.startswith((".", "/", "~")):
+        return None  # a hub id
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ConfigError(f"--model {model}: {config_path} does not exist; give a model directory, a hub id, or 'demo'")
+    context = json.loads(config_path.read_text())["max_position_embeddings"]
+    tokenizer = Tokenizer(folder)
+    longest = 0
+    for request in requests:
+        prompt = _prompt_tokens(request, tokenizer)
+        answer = output_limit(request, cap) or 1
+        if prompt + answer > context:
+            raise WorkloadError(
+                f"{trace}:{request.line}: prompt of {prompt} tokens plus {answer} output tokens exceed the model's context of "
+                f"{context} tokens; remove the request, or limit answers with --max-output-tokens"
+            )
+        longest = max(longest, prompt + answer)
+    return longest
+
+
+def _prompt_tokens(request: Request, tokenizer: Tokenizer) -> int:
+    if request.messages:
+        return len(tokenizer.encode_chat(request.messages, request.tools))
+    if request.prompt is not None:
+        return len(tokenizer.encode(request.prompt))
+    return len(request.token_ids or ()) or request.input_tokens or 0
