@@ -22,6 +22,7 @@ from workloads.types import WorkloadError
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
+    pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help=(
         "Replay your own trace against real LLM servers, search over speculative variant, K, batch size and quantization, and "

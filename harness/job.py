@@ -19,6 +19,7 @@ from harness.search import visits
 from harness.settings import RunSettings
 from harness.space import Space, build_space
 from harness.store import RunStore
+from workloads.load import load_trace
 from workloads.types import Trace
 
 
@@ -89,8 +90,16 @@ def print_plan(settings: RunSettings) -> None:
 
 
 def load_traces(settings: RunSettings) -> dict[str, Trace]:
-    """The chosen part of each trace, by name, with text for traces that have none."""
-    return {}
+    """The chosen part of each trace, by name."""
+    traces: dict[str, Trace] = {}
+    for path in settings.traces:
+        trace = load_trace(
+            path, format=settings.format, time_unit=settings.time_unit, window=settings.window, limit=settings.limit
+        )
+        if trace.name in traces:
+            raise ConfigError(f"--trace {path}: another trace is called {trace.name} too; rename one")
+        traces[trace.name] = trace
+    return traces
 
 
 def facts_of(traces: Mapping[str, Trace], settings: RunSettings) -> WorkloadFacts:

@@ -18,6 +18,7 @@ from harness.search import Cell, open_storage, search
 from harness.settings import RunSettings
 from harness.space import Space
 from harness.store import RunStore
+from workloads.select import hold_out, representative
 from workloads.types import Trace
 
 SEARCH_SHARE_OF_BUDGET = 0.6

@@ -65,7 +65,9 @@ def acceptance(run: RunData) -> list[Chart]:
         best: dict[str, Mapping[str, Any]] = {}
         for trial in trials:
             rates, label = trial["speculation"]["position_rates"], VARIANT_NAMES[trial["config"]["variant"]]
-            if rates and len(rates) >= len(best.get(label, {"speculation": {"position_rates": ()}})["speculation"]["position_rates"]):
+            if rates and len(rates) >= len(
+                best.get(label, {"speculation": {"position_rates": ()}})["speculation"]["position_rates"]
+            ):
                 best[label] = trial
         series = {config_label(t["config"]): t["speculation"]["position_rates"] for t in list(best.values())[:MAX_SERIES]}
         if series:
@@ -143,5 +145,3 @@ def cost(run: RunData) -> Chart | None:
 
 def stage_seconds(stage: Any) -> float | None:
     return stage.get("seconds") if isinstance(stage, Mapping) else stage
-
-

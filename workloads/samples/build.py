@@ -17,7 +17,7 @@ import numpy as np
 
 from workloads.load import load_trace
 
-REQUESTS = 96
+REQUESTS = 104
 RATE_PER_S = 0.35
 FIRST_ROW = 5_000  # of the Azure file
 MAX_PROMPT_CHARS = 900  # about 300 tokens
