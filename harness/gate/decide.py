@@ -6,7 +6,7 @@ A look at the data can end in a suspicion, a pass, or neither.
   error spent over looks). It turns red when *fresh* blocks alone show the same metric worse again and all blocks together still
   put it beyond the band. So a red needs two independent pieces of evidence; one suspicion is followed up, never a second.
 * Pass: for every required metric the upper confidence bound of the change lies inside the band (an intersection-union test
-  needs no correction over metrics: Berger 1982), and no request failed.
+  needs no correction over metrics: Berger 1982), the 95 % interval is no wider than the band on either side, and no request failed.
 * Requests of the candidate that fail in two blocks are red; in one block alone they only forbid a pass.
 * Otherwise the gate goes on, and is inconclusive when its budget ends.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from harness.gate.compare import band_of, changes, compare, divergence, failing_blocks, gating, keys_of
 from harness.gate.explain import DIVERGENCE, FAILURES, answers_of, causes_of, reasons_of
 from harness.gate.metrics import metric_of
-from harness.gate.statistics import holm, level, mean_of
+from harness.gate.statistics import Mean, holm, level, mean_of
 from harness.gate.types import Block, Comparison, Outcome, Progress, Rules, Verdict
 
 LOOKS = (0.2, 0.35, 0.5, 0.65, 1.0)
@@ -109,7 +109,13 @@ def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rule
     if len(blocks) < rules.min_blocks or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
-    return all(mean_of(changes(key, blocks)).p_below(band_of(key, rules)) <= alpha for key in required)
+    return all(_equal(mean_of(changes(key, blocks)), band_of(key, rules), alpha) for key in required)
+
+
+def _equal(mean: Mean, band: float, alpha: float) -> bool:
+    """The bound lies inside the band, and the sample could have shown a change of the band's size: luck alone passes nothing."""
+    interval = mean.interval()
+    return interval is not None and (interval[1] - interval[0]) / 2 <= band and mean.p_below(band) <= alpha
 
 
 def _verdict(
