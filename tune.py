@@ -31,6 +31,7 @@ app = typer.Typer(
     ),
 )
 
+INTERRUPTED = 130
 _WORK, _ENGINE, _GRID, _SEARCH, _OUT = "Workload", "Engine and models", "What to try", "Search", "Output"
 
 
@@ -299,11 +300,16 @@ def gate(
 def serve(
     context: typer.Context,
     backend: Annotated[str, typer.Option(help="reference or simulated.")] = "reference",
+    model: Annotated[str, typer.Option(help="Model directory, or 'demo', for the reference engine.")] = "demo",
 ) -> None:
     """Run the reference or simulated engine as an OpenAI-compatible server on 127.0.0.1; further options go to the engine."""
+    from harness.job import resolve_model
+
     if backend not in ("reference", "simulated"):
         raise ConfigError(f"serve: --backend is reference or simulated, not '{backend}'")
-    os.execv(sys.executable, [sys.executable, "-m", f"backends.{backend}", *context.args])
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    arguments = ["--model", resolve_model(model), *context.args] if backend == "reference" else context.args
+    os.execve(sys.executable, [sys.executable, "-m", f"backends.{backend}", *arguments], {**os.environ, "PYTHONPATH": path})
 
 
 def _endpoints(items: list[str]) -> dict[str, str]:
@@ -332,8 +338,9 @@ def main() -> int:
         print(f"tune.py: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, click.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code by itself
         print("tune.py: interrupted; the same command with the same --out goes on where it stopped", file=sys.stderr)
-        return 130
     return code if isinstance(code, int) else 0
 
 

@@ -30,6 +30,8 @@ def check_lengths(model: str, trace: str, requests: Sequence[Request], cap: int 
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise ConfigError(f"--model {model}: {config_path} does not exist; give a model directory, a hub id, or 'demo'")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"--model {model}: no weights there (*.safetensors); convert older checkpoints to safetensors first")
     context = json.loads(config_path.read_text())["max_position_embeddings"]
     tokenizer = Tokenizer(folder)
     longest = 0

@@ -26,6 +26,10 @@ from harness.warmup import warm_up
 from workloads.types import Request, Trace
 
 
+ATTEMPTS = 2
+"""A load whose measurement is not valid (the client sent late, a counter was reset) is sent once more, and said so."""
+
+
 class Running(Protocol):
     """A server that can be measured: one of ours, or one that the user runs."""
 
@@ -191,19 +195,23 @@ class Lab:
         requests = [self._requests[load.trace][i] for i in common["requests"]]
         options = ReplayOptions(max_output_tokens=self.settings.max_output_tokens, seed=self.settings.seed)
         endpoint = server.endpoint
-        try:
-            result = uvloop.run(_warm_replay(endpoint, requests, load, options))
-        except BackendError as error:
-            self.stop_server()
-            return self._failed(common, str(error), begun)
-        measurement = measure(result, load, slo=self.settings.slo, seed=self.settings.seed)
-        if not server.alive():
-            self.stop_server()
-            return self._failed(common, "the engine died during the load; see server.log", begun)
+        for attempt in range(ATTEMPTS):
+            try:
+                result = uvloop.run(_warm_replay(endpoint, requests, load, options))
+            except BackendError as error:
+                self.stop_server()
+                return self._failed(common, str(error), begun)
+            measurement = measure(result, load, slo=self.settings.slo, seed=self.settings.seed)
+            if not server.alive():
+                self.stop_server()
+                return self._failed(common, "the engine died during the load; see server.log", begun)
+            if measurement.invalid is None:
+                break
+            if attempt + 1 < ATTEMPTS:
+                self.progress.note(f"  measured again: {measurement.invalid}")
         log = self._server_dir / "server.log" if self._server_dir else None
         if measurement.invalid or measurement.e2e_s is None:
-            reason = measurement.invalid or "no request completed"
-            return self._failed(common, reason, begun)
+            return self._failed(common, measurement.invalid or "no request completed", begun)
         trial = Trial(
             **common,
             state="COMPLETE",

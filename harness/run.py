@@ -91,8 +91,8 @@ class Run:
 
     def _search(self) -> None:
         self.progress.stage("search")
-        if not self.space.candidates:
-            return
+        if not self.space.candidates or not any(trial.measured for trial in self.findings.trials):
+            return  # without a baseline nothing can be compared
         deadline = self.began + self.settings.budget_s * SEARCH_SHARE_OF_BUDGET if self.settings.budget_s else None
         search(
             self.space,

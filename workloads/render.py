@@ -18,7 +18,7 @@ from workloads.types import Trace
 def render_profile(profile: Profile) -> list[RenderableType]:
     """What `inspect` prints, top to bottom."""
     summary = profile.summary
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("format", summary["format"]),
         ("rows", f"{summary['read']} read, {summary['kept']} kept"),
         *((f"dropped: {reason}", str(count)) for reason, count in summary["dropped"].items()),
