@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from backends import vllm
 from backends.reference import adapter as reference
+from backends.simulated import adapter as simulated
 from backends.types import Adapter
 
 ADAPTERS: Mapping[str, Adapter] = {
     "reference": reference,
     "vllm": vllm,
+    "simulated": simulated,
 }

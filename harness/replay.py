@@ -45,6 +45,7 @@ class Replay:
     invalid: str | None = None
     send_lag_limit_s: float = 0.002
     processes: int = 1
+    start_clock_s: float = 0.0  # of the monotonic clock
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>
     excluded: dict[str, int] = field(default_factory=dict)
 
@@ -148,8 +149,9 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
         counters=counters,
         gauges=tuple((at - sender.start_s, gauges) for at, gauges in telemetry.samples),
         warnings=(*warnings, *_failure_words(sender.words)),
-        invalid=invalid,
+        invalid=telemetry.broken or invalid,
         send_lag_limit_s=options.send_lag_limit_s,
+        start_clock_s=sender.start_s,
         run_id=sender.run_id,
         excluded={"lead": len(lead)} if lead else {},
     )

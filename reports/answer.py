@@ -9,7 +9,7 @@ from typing import Any
 
 from reports.compare import Config, Pair, candidate_of, measured, pairs_of
 from reports.rundata import RunData
-from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number
+from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number, tau
 
 METRICS: Mapping[str, str] = {
     "e2e_p50": "E2E p50",
@@ -79,7 +79,11 @@ def answer(run: RunData, decision: Mapping[str, Any]) -> Answer:
         warnings=tuple(decision["warnings"]),
         launch=decision["launch"],
         by_engine=tuple(
-            {**d, "label": config_label(d["config"]), "group": d.get("group") or (group_label(d["config"]) if d["config"] else DASH)}
+            {
+                **d,
+                "label": config_label(d["config"]),
+                "group": d.get("group") or (group_label(d["config"]) if d["config"] else DASH),
+            }
             for d in decision["by_engine"]
         ),
     )
@@ -109,7 +113,9 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     name = METRICS.get(speedup["metric"], speedup["metric"])
     value, ci = speedup["value"], speedup["ci95"]
     if ci is None:
-        return f"{name} changes by a factor of {factor(value)} against off, with too few requests for an interval: not a result."
+        return (
+            f"{name} changes by a factor of {factor(value)} against off, with too few requests for an interval: not a result."
+        )
     spread = f"95 % interval {interval(ci, factor)}"
     if ci[0] > 1:
         return f"{name} is {factor(value)} better with speculation than without ({spread})."
@@ -183,10 +189,10 @@ def _tau_row(pair: Pair) -> KeyFigure:
     off, on = pair.off["speculation"], pair.on["speculation"]
     return KeyFigure(
         name="Acceptance length τ, tokens/step",
-        off=number(off["tau"]),
+        off=tau(off["tau"]),
         off_ci="",
-        on=number(on["tau"]),
-        on_ci=interval(on["tau_ci95"]),
+        on=tau(on["tau"]),
+        on_ci=interval(on["tau_ci95"], tau),
         change=DASH,
         load=load_label(pair.on["load"]),
     )

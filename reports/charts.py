@@ -65,7 +65,9 @@ def acceptance(run: RunData) -> list[Chart]:
         best: dict[str, Mapping[str, Any]] = {}
         for trial in trials:
             rates, label = trial["speculation"]["position_rates"], VARIANT_NAMES[trial["config"]["variant"]]
-            if rates and len(rates) >= len(best.get(label, {"speculation": {"position_rates": ()}})["speculation"]["position_rates"]):
+            if rates and len(rates) >= len(
+                best.get(label, {"speculation": {"position_rates": ()}})["speculation"]["position_rates"]
+            ):
                 best[label] = trial
         series = {config_label(t["config"]): t["speculation"]["position_rates"] for t in list(best.values())[:MAX_SERIES]}
         if series:
@@ -138,10 +140,8 @@ def cost(run: RunData) -> Chart | None:
     """Time by stage; None where nothing was spent."""
     spent = {name: stage_seconds(value) for name, value in run.result["search_cost"]["stages"].items()}
     known = {name: value for name, value in spent.items() if value}
-    return figures.stage_costs("cost", known, run.result["search_cost"]["full_grid_estimated_s"]) if known else None
+    return figures.stage_costs("time-by-stage", known, run.result["search_cost"]["full_grid_estimated_s"]) if known else None
 
 
 def stage_seconds(stage: Any) -> float | None:
     return stage.get("seconds") if isinstance(stage, Mapping) else stage
-
-

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from reports.svg import BAD, INK, MUTED, SERIES, SURFACE, draw
+from reports.svg import BAD, INK, MUTED, SERIES, SIZE_IN, SURFACE, draw
+from reports.text import DASH, ms, number, tau
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MAX_CURVE_POINTS = 200
 """Points of a drawn distribution; the CSV holds the same points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What of a chart people want to read off, as text: the first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +37,24 @@ class Chart:
     svg: Markup
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
-    note: str = ""
+    where: str  # engine and trace
+    table: Table | None = None
 
 
 def _chart(
-    chart_id: str, title: str, description: str, plot: Any, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = ""
+    chart_id: str,
+    title: str,
+    description: str,
+    plot: Any,
+    data: tuple[Sequence[str], Sequence[Sequence[Any]]],
+    *,
+    where: str = "",
+    table: Table | None = None,
+    height_in: float = SIZE_IN[1],
 ) -> Chart:
-    svg = Markup(draw(chart_id, title, description, plot))  # noqa: S704 - matplotlib escapes text; titles are escaped in `svg`
-    return Chart(chart_id, title, description, svg, tuple(columns), tuple(tuple(r) for r in rows), note)
+    columns, rows = data
+    svg = Markup(draw(chart_id, title, description, plot, height_in=height_in))  # matplotlib escapes text, `draw` the titles
+    return Chart(chart_id, title, description, svg, tuple(columns), tuple(tuple(r) for r in rows), where, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +68,8 @@ class Line:
     lead: bool = False
 
 
-def speedup_by_batch(
-    chart_id: str, lines: Sequence[Line], break_even: Mapping[str, Any] | None, *, where: str
-) -> Chart:
-    """Speed-up of E2E p50 over batch size; the finalist strong, other configurations of its engine thin, 1 as the line to beat."""
+def speedup_by_batch(chart_id: str, lines: Sequence[Line], break_even: Mapping[str, Any] | None, *, where: str) -> Chart:
+    """Speed-up of E2E p50 over batch size; the finalist strong, other configurations of its engine thin."""
     lead = next((line for line in lines if line.lead), None)
     at = break_even["value"] if break_even else None
 
@@ -66,7 +84,7 @@ def speedup_by_batch(
             for x, y, ci in zip(lead.x, lead.y, lead.ci95 or [None] * len(lead.x), strict=True):
                 if ci:
                     ax.plot([x, x], ci, color=SERIES[0], linewidth=1.4)
-                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=8.5)
+                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=9.5)
         if at:
             ax.axvline(at, color=SERIES[1], linewidth=1.2, linestyle=":", label=f"break-even, about {at:.0f}")
         ax.set_xscale("log", base=2)
@@ -87,7 +105,7 @@ def speedup_by_batch(
         for x, y, ci in zip(line.x, line.y, line.ci95 or [None] * len(line.x), strict=True)
     ]
     columns = ("configuration", "requests_in_flight", "speedup", "ci95_low", "ci95_high")
-    return _chart(chart_id, "Speed-up by batch size", spoken, plot, columns, rows)
+    return _chart(chart_id, "Speed-up by batch size", spoken, plot, (columns, rows), where=where)
 
 
 def position_rates(chart_id: str, series: Mapping[str, Sequence[float]], *, where: str) -> Chart:
@@ -109,7 +127,20 @@ def position_rates(chart_id: str, series: Mapping[str, Sequence[float]], *, wher
     )
     rows = [(label, i, rate) for label, rates in series.items() for i, rate in enumerate(rates, start=1)]
     columns = ("configuration", "draft_position", "marginal_acceptance")
-    return _chart(chart_id, "Acceptance by draft position", spoken, plot, columns, rows)
+    return _chart(
+        chart_id, "Acceptance by draft position", spoken, plot, (columns, rows), where=where, table=_rates_table(series)
+    )
+
+
+def _rates_table(series: Mapping[str, Sequence[float]]) -> Table:
+    """Beside the marginal rates drawn, the conditional ones: m_i ÷ m_(i−1), acceptance given that all before were accepted."""
+    longest = max(len(rates) for rates in series.values())
+    rows = []
+    for label, rates in series.items():
+        given = [m / before if before else None for before, m in pairwise([1.0, *rates])]
+        cells = [DASH if g is None else f"{g * 100:.0f} %" for g in given]
+        rows.append((label, tau(1 + sum(rates)), *cells, *[DASH] * (longest - len(cells))))
+    return Table(("Conditional acceptance", "1 + Σ mᵢ", *(f"i = {i}" for i in range(1, longest + 1))), tuple(rows))
 
 
 def latency_ecdf(chart_id: str, name: str, series: Mapping[str, NDArray[np.float64]], *, where: str) -> Chart:
@@ -134,7 +165,14 @@ def latency_ecdf(chart_id: str, name: str, series: Mapping[str, NDArray[np.float
         for label, values in series.items()
     )
     rows = [(label, float(v), float(s)) for label, (x, share) in curves.items() for v, s in zip(x, share, strict=True)]
-    return _chart(chart_id, f"{name} of all requests", spoken, plot, ("configuration", "seconds", "share_at_most"), rows)
+    data = (("configuration", "seconds", "share_at_most"), rows)
+    return _chart(chart_id, f"{name} of completed requests", spoken, plot, data, where=where, table=_quantile_table(name, series))
+
+
+def _quantile_table(name: str, series: Mapping[str, NDArray[np.float64]]) -> Table:
+    levels = (50, 90, 95, 99)
+    rows = [(label, f"{len(v):,}", *(ms(float(q)) for q in np.percentile(v, levels))) for label, v in series.items()]
+    return Table((f"{name}, ms", "requests", *(f"p{level}" for level in levels)), tuple(rows))
 
 
 def _ecdf(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -170,7 +208,9 @@ def latency_throughput(chart_id: str, points: Sequence[Point], *, where: str) ->
             mine = [p for p in points if p.family == family]
             colour = MUTED if family == "off" else SERIES[(i - ("off" in families)) % len(SERIES)]
             x, y = [p.tokens_per_s for p in mine], [p.latency_s * 1e3 for p in mine]
-            ax.plot(x, y, marker=MARKERS[i % len(MARKERS)], linestyle="none", color=colour, markeredgecolor=SURFACE, label=family)
+            ax.plot(
+                x, y, marker=MARKERS[i % len(MARKERS)], linestyle="none", color=colour, markeredgecolor=SURFACE, label=family
+            )
         ax.set_yscale("log")
         _plain_log_ticks(ax)
         ax.set_xlabel("output tokens/s (right is better)")
@@ -181,15 +221,17 @@ def latency_throughput(chart_id: str, points: Sequence[Point], *, where: str) ->
     spoken = f"{len(points)} closed-loop trials by throughput and E2E p50, {where}. Not beaten on both: {best}."
     rows = [(p.trial, p.family, p.label, p.load, p.latency_s, p.tokens_per_s, p in front) for p in points]
     columns = ("trial", "variant", "configuration", "load", "e2e_p50_s", "output_tokens_per_s", "on_front")
-    return _chart(chart_id, "Latency against throughput", spoken, plot, columns, rows)
+    front_rows = [(p.label, p.load, ms(p.latency_s), number(p.tokens_per_s), str(p.trial)) for p in front]
+    table = Table(("Not beaten on both", "Load", "E2E p50 ms", "Tokens/s", "Trial"), tuple(front_rows))
+    return _chart(chart_id, "Latency against throughput", spoken, plot, (columns, rows), where=where, table=table)
 
 
 def _plain_log_ticks(ax: Any) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     ax.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_minor_locator(NullLocator())
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
@@ -207,7 +249,9 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
     def plot(ax: Any) -> None:
         left = 0.0
         for i, (stage, spent_s) in enumerate(stages.items()):
-            ax.barh([1], [spent_s / 60], left=left / 60, color=SERIES[i % len(SERIES)], edgecolor=SURFACE, label=stage, height=0.55)
+            ax.barh(
+                [1], [spent_s / 60], left=left / 60, color=SERIES[i % len(SERIES)], edgecolor=SURFACE, label=stage, height=0.55
+            )
             left += spent_s
         labels = ["this run (measured)"]
         if grid_s:
@@ -216,10 +260,10 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
         ax.set_yticks(range(2 - len(labels), 2), labels)
         ax.grid(False, axis="y")
         ax.set_xlabel("minutes")
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), ncols=4)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
 
     spoken = "Time spent: " + ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in stages.items()) + "."
     spoken += f" The full grid is estimated at {grid_s / 60:.0f} min." if grid_s else ""
     rows: list[tuple[Any, ...]] = [(stage, "measured", spent) for stage, spent in stages.items()]
     rows += [("full grid", "estimated", grid_s)] if grid_s else []
-    return _chart(chart_id, "What the search cost", spoken, plot, ("stage", "kind", "seconds"), rows)
+    return _chart(chart_id, "Time by stage", spoken, plot, (("stage", "kind", "seconds"), rows), height_in=1.9)

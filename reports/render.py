@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -42,13 +43,17 @@ def html_report(run: RunData) -> str:
     sections = [(section, context) for section in SECTIONS if (context := section.build(run)) is not None]
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _environment().get_template("report.html.j2").render(
-        run=run,
-        answers=answers(run),
-        sections=sections,
-        style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),  # noqa: S704 - our own file
-        script=Markup(script),  # noqa: S704 - our own file
-        script_hash=digest,
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            run=run,
+            answers=answers(run),
+            sections=sections,
+            style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+            script=Markup(script),
+            script_hash=digest,
+        )
     )
 
 
@@ -81,9 +86,12 @@ def _environment() -> Environment:
         "columns_of": _columns_of,
         "stage_seconds": charts.stage_seconds,
         "heat": heat_class,
+        "log2": math.log2,
     }
     environment.globals |= {"value_text": text.value_text, "DASH": text.DASH, "variant_names": text.VARIANT_NAMES}
-    environment.tests |= {"config_like": lambda value: isinstance(value, Mapping) and {"backend", "variant", "k"} <= value.keys()}
+    environment.tests |= {
+        "config_like": lambda value: isinstance(value, Mapping) and {"backend", "variant", "k"} <= value.keys()
+    }
     return environment
 
 

@@ -77,6 +77,11 @@ def _environment(run: RunData) -> Mapping[str, Any]:
     return {"environment": run.result["environment"], "engines": engines}
 
 
+def _cost(run: RunData) -> Mapping[str, Any]:
+    has_gpu = bool(run.result["environment"]["gpu"])
+    return {"cost": run.result["search_cost"], "chart": charts.cost(run), "has_gpu": has_gpu}
+
+
 def _predictions(run: RunData) -> Mapping[str, Any] | None:
     if not run.result["predictions"]:
         return None
@@ -108,7 +113,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("interference", "Interference of prefill with decoding", _if_present("interference")),
     Section("preflight", "Checks before the start", _if_present("preflight")),
     Section("environment", "Environment and versions", _environment),
-    Section("cost", "What the search cost", lambda run: {"cost": run.result["search_cost"], "chart": charts.cost(run)}),
+    Section("cost", "What the search cost", _cost),
     Section("predictions", "Predictions", _predictions),
     Section("selftest", "Self-test of the measuring client", _if_present("selftest")),
     Section("method", "Method and glossary", lambda run: {}),

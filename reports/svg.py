@@ -1,4 +1,4 @@
-"""A matplotlib figure as inline SVG that follows the page: its colours are CSS variables, its text is text, its ids are its own."""
+"""A matplotlib figure as inline SVG that follows the page: colours are CSS variables, text is text, ids are its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VARIABLES |= {colour: f"--s{i}" for i, colour in enumerate(SERIES, start=1)}
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",  # always there, so that layout does not depend on the machine; the page's font is shown
-    "font.size": 9.5,
+    "font.size": 10.5,
     "text.color": INK,
     "text.parse_math": False,
     "axes.edgecolor": MUTED,
@@ -44,7 +44,7 @@ STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10,
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
 }
@@ -62,7 +62,8 @@ def draw(figure_id: str, title: str, description: str, plot: Callable[[Any], Non
     from matplotlib.figure import Figure
 
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-    with mpl.rc_context({**STYLE, "svg.hashsalt": figure_id}), warnings.catch_warnings():
+    style: Any = {**STYLE, "svg.hashsalt": figure_id}  # the stubs list every key as a literal
+    with mpl.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Glyph .* missing.*")
         figure = Figure(figsize=(SIZE_IN[0], height_in), layout="constrained")
         plot(figure.subplots())

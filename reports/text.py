@@ -74,6 +74,11 @@ def interval(ci: Sequence[float] | None, show: Any = number) -> str:
     return "" if ci is None else f"{show(ci[0])} to {show(ci[1])}"
 
 
+def tau(value: float | None) -> str:
+    """Tokens per step, to the hundredth: 2.98, and 1.00 for off."""
+    return DASH if value is None else f"{value:.2f}"
+
+
 def factor(value: float | None) -> str:
     """A speed-up: 1.42×."""
     return DASH if value is None else f"{value:.2f}×"
@@ -83,12 +88,17 @@ def percent(share: float | None) -> str:
     return DASH if share is None else f"{share * 100:.1f} %"
 
 
+_ACRONYMS: Mapping[str, str] = {
+    "cpu": "CPU", "gpu": "GPU", "gib": "GiB", "kv": "KV", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "itl": "ITL",
+    "slo": "SLO", "tau": "τ", "k": "K", "ci95": "95 % interval", "usd": "USD",
+}  # fmt: skip
+
+
 def words(name: str) -> str:
-    """``first_position_acceptance`` -> ``First position acceptance``; a unit suffix is left to the value."""
-    for suffix in ("_s", "_share", "_rate"):
-        if name.endswith(suffix) and suffix == "_s":
-            name = name.removesuffix(suffix)
-    text = name.replace("_", " ").strip()
+    """``first_position_acceptance`` -> ``First position acceptance``; the unit of a duration is left to the value."""
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        name = name.removesuffix("_s")
+    text = " ".join(_ACRONYMS.get(word, word) for word in name.split("_") if word)
     return text[:1].upper() + text[1:]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reports.compare import speedups
+from reports.compare import measured, speedups
 from reports.rundata import RunData
-from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, interval, ms, number, percent
+from reports.text import DASH, VARIANT_NAMES, config_label, factor, group_label, ms, number, percent, tau
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class CellValue:
 class Row:
     number: int
     state: str
+    measured: bool
     reason: str | None
     trace: str
     group: str
@@ -40,22 +41,20 @@ class Row:
 
 
 COLUMNS = (
-    Column("trial", "Trial"),
-    Column("state", "State", numeric=False),
-    Column("engine", "Engine", numeric=False),
+    Column("trial", "Trial", numeric=False),
     Column("configuration", "Configuration", numeric=False),
-    Column("load", "Load", numeric=False, hint="requests in flight in closed loop, or the trace's own arrivals"),
-    Column("ttft_p50", "TTFT p50, ms"),
-    Column("ttft_p95", "TTFT p95, ms"),
-    Column("tpot_p50", "TPOT p50, ms"),
-    Column("tpot_p95", "TPOT p95, ms"),
-    Column("e2e_p50", "E2E p50, ms"),
-    Column("e2e_p95", "E2E p95, ms"),
-    Column("throughput", "Output tokens/s"),
-    Column("speedup", "Speed-up E2E p50", hint="off ÷ on at the same load, engine and quantization, on the same requests"),
+    Column("load", "In flight", hint="requests in flight (closed loop); open: the trace's own arrivals"),
+    Column("ttft_p50", "TTFT p50 ms"),
+    Column("ttft_p95", "TTFT p95 ms"),
+    Column("tpot_p50", "TPOT p50 ms"),
+    Column("tpot_p95", "TPOT p95 ms"),
+    Column("e2e_p50", "E2E p50 ms"),
+    Column("e2e_p95", "E2E p95 ms"),
+    Column("throughput", "Tokens/s", hint="output tokens per second over the measured window"),
+    Column("speedup", "Speed-up", hint="E2E p50, off ÷ on, at the same load, engine and quantization, on the same requests"),
     Column("tau", "τ", hint="tokens per decode step"),
     Column("acceptance", "Accepted", hint="accepted ÷ proposed draft tokens"),
-    Column("failures", "Failed requests"),
+    Column("failures", "Failed", hint="requests that failed, of those sent"),
 )
 
 
@@ -71,23 +70,35 @@ def _row(trial: Mapping[str, Any], gain: Any, *, show_trace: bool) -> Row:
     stage = trial.get("stage") or trial["role"]
     place = CellValue(*_load(load, show_trace), sort=load["concurrency"] or 0)
     cells = (
-        CellValue(str(trial["number"]), sort=trial["number"]),
-        CellValue(trial["state"], stage, trial["state"]),
-        CellValue(group_label(config), sort=group_label(config)),
-        CellValue(config_label(config), sort=f"{config['variant']} {config['k']:03d}"),
+        CellValue(str(trial["number"]), stage, trial["number"]),
+        CellValue(config_label(config), group_label(config), f"{config['variant']} {config['k']:03d} {group_label(config)}"),
         place,
         *_latencies(trial["metrics"]),
         _throughput(trial["metrics"]),
-        CellValue(factor(gain.value), interval(gain.ci95, factor), gain.value) if gain else CellValue(DASH),
+        CellValue(factor(gain.value), _span(gain.ci95, factor), gain.value) if gain else CellValue(DASH),
         *_speculation(trial["speculation"]),
         _failures(trial["metrics"]),
     )
     variant = VARIANT_NAMES.get(config["variant"], config["variant"])
-    return Row(trial["number"], trial["state"], trial["reason"], load["trace"], group_label(config), variant, cells)
+    return Row(
+        number=trial["number"],
+        state=trial["state"],
+        measured=measured(trial),
+        reason=trial["reason"],
+        trace=load["trace"],
+        group=group_label(config),
+        variant=variant,
+        cells=cells,
+    )
+
+
+def _span(ci: Sequence[float] | None, show: Callable[[float], str] = number) -> str:
+    """An interval in the width of a cell: 412–455."""
+    return "" if ci is None else f"{show(ci[0])}–{show(ci[1])}"
 
 
 def _load(load: Mapping[str, Any], show_trace: bool) -> tuple[str, str]:
-    text = f"{load['concurrency']} in flight" if load["mode"] == "closed" else "own arrivals"
+    text = str(load["concurrency"]) if load["mode"] == "closed" else "open"
     return text, load["trace"] if show_trace else ""
 
 
@@ -97,20 +108,21 @@ def _latencies(metrics: Mapping[str, Any] | None) -> list[CellValue]:
         summary = (metrics or {}).get(name) or {}
         for quantile in ("p50", "p95"):
             value = summary.get(quantile)
-            cells.append(CellValue(ms(value), interval(summary.get(f"{quantile}_ci95"), ms), value))
+            cells.append(CellValue(ms(value), _span(summary.get(f"{quantile}_ci95"), ms), value))
     return cells
 
 
 def _throughput(metrics: Mapping[str, Any] | None) -> CellValue:
     value = metrics["output_tokens_per_s"] if metrics else None
-    return CellValue(number(value), interval((metrics or {}).get("throughput_ci95")), value)
+    return CellValue(number(value), _span((metrics or {}).get("throughput_ci95")), value)
 
 
 def _speculation(speculation: Mapping[str, Any] | None) -> tuple[CellValue, CellValue]:
     if speculation is None:
         return CellValue(DASH), CellValue(DASH)
-    tau, rate = speculation["tau"], speculation["acceptance_rate"]
-    return CellValue(number(tau), interval(speculation["tau_ci95"]), tau), CellValue(percent(rate), "", rate)
+    emitted, rate = speculation["tau"], speculation["acceptance_rate"]
+    detail = _span(speculation["tau_ci95"], tau) if emitted != 1 else ""
+    return CellValue(tau(emitted), detail, emitted), CellValue(percent(rate), "", rate)
 
 
 def _failures(metrics: Mapping[str, Any] | None) -> CellValue:
@@ -118,13 +130,30 @@ def _failures(metrics: Mapping[str, Any] | None) -> CellValue:
         return CellValue(DASH)
     requests = metrics["requests"]
     kinds = ", ".join(f"{kind} {count}" for kind, count in requests["failures"].items())
-    return CellValue(f"{requests['failed']:,} of {requests['sent']:,}", kinds, requests["failed"])
+    return CellValue(f"{requests['failed']:,} / {requests['sent']:,}", kinds, requests["failed"])
 
 
 def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
     """The trial table as raw data: seconds, shares, null where not measured."""
-    names = [f"{m}_{q}{part}" for m in ("ttft", "tpot", "e2e") for q in ("p50", "p95") for part in ("_s", "_ci95_low_s", "_ci95_high_s")]
-    header = ["trial", "state", "stage", "engine", "variant", "k", "weight_quantization", "trace", "load", "concurrency", *names]
+    names = [
+        f"{m}_{q}{part}"
+        for m in ("ttft", "tpot", "e2e")
+        for q in ("p50", "p95")
+        for part in ("_s", "_ci95_low_s", "_ci95_high_s")
+    ]
+    header = [
+        "trial",
+        "state",
+        "stage",
+        "engine",
+        "variant",
+        "k",
+        "weight_quantization",
+        "trace",
+        "load",
+        "concurrency",
+        *names,
+    ]
     header += ["output_tokens_per_s", "speedup_e2e_p50", "tau", "acceptance_rate", "requests_sent", "requests_failed", "reason"]
     gains = speedups(run)
     table: list[Sequence[Any]] = []
@@ -140,7 +169,12 @@ def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
             [
                 *(trial["number"], trial["state"], trial.get("stage") or trial["role"], config["backend"], config["variant"]),
                 *(config["k"], config.get("weight_quantization"), load["trace"], load["mode"], load["concurrency"], *values),
-                *(metrics.get("output_tokens_per_s"), gain.value if gain else None, spec.get("tau"), spec.get("acceptance_rate")),
+                *(
+                    metrics.get("output_tokens_per_s"),
+                    gain.value if gain else None,
+                    spec.get("tau"),
+                    spec.get("acceptance_rate"),
+                ),
                 *(requests.get("sent"), requests.get("failed"), trial["reason"]),
             ]
         )

@@ -95,13 +95,16 @@ def main() -> None:
         seed=args.seed,
     )
     app = create_app(engine)
+    app.add_api_route("/reset_prefix_cache", engine.reset_prefix_cache, methods=["POST"])
     if dialect.path != "/metrics":
         app.add_api_route(dialect.path, lambda: PlainTextResponse(engine.statistics_page()))
     settings = {
         "world": world.name,
         "variant": args.variant,
         "k": args.k,
-        "kv_capacity_tokens": world.limits.kv_capacity_tokens,
+        "max_num_seqs": world.limits.max_num_seqs,
+        "kv_capacity_tokens": world.limits.kv_capacity_tokens * args.replicas,
+        "faults": args.fault,
     }
     print(f"simulated engine: {json.dumps(settings)}", flush=True)
     # asyncio's own loop writes to the socket at once; uvloop would gather writes to the end of its turn, past the logged time.

@@ -264,6 +264,11 @@ class SimulatedEngine:
             readings.append(Reading(counters, gauges, replica.ttft_sum_s, replica.chunk_gap_sum_s, capacity))
         return readings
 
+    async def reset_prefix_cache(self) -> None:
+        """``POST /reset_prefix_cache``, as vLLM has it in its development mode."""
+        for replica in self._replicas:
+            replica.scheduler.forget_prefixes()
+
     def metrics_page(self) -> str:
         """``/metrics``."""
         if self._dialect.path != "/metrics":

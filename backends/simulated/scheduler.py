@@ -137,6 +137,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        if self._cache is not None:
+            self._cache.shrink(0)
+
     def step(self, until_s: float = math.inf, max_steps: int | None = None) -> None:
         """One step with prefill, or decode steps until one ends at or after `until_s`, one finishes a sequence, or `max_steps`.
 
@@ -196,7 +201,7 @@ class Scheduler:
     def _prefill_step(self, tokens: int) -> None:
         decodes = bool(self.running) and self._limits.chunked_prefill
         if decodes:
-            self._make_room(1)
+            self._make_room()
         batch = len(self.running) if decodes else 0
         base, slope = step_cost(self.world, self.variant, self.k, batch=batch, prefill_tokens=tokens)
         self._tick(base + (slope * self._context if decodes else 0.0))
@@ -234,16 +239,14 @@ class Scheduler:
     # Decode.
 
     def _decode(self, until_s: float, max_steps: int | None) -> None:
+        count = self._make_room()
         batch = len(self.running)
         cost = self._costs.get(batch)
         if cost is None:
             cost = self._costs[batch] = step_cost(self.world, self.variant, self.k, batch=batch)
-        count = self._next_finish() - len(self.step_end_s)
+        count = min(count, self._next_finish() - len(self.step_end_s))
         if max_steps is not None:
             count = min(count, max_steps)
-        count = min(count, self._make_room(count))
-        if len(self.running) != batch:  # a preemption changed the batch
-            return
         base, slope = cost
         ends, context, growth, now = self.step_end_s, self._context, self._growth, self.now_s
         done = 0
@@ -315,8 +318,8 @@ class Scheduler:
         else:
             self._context = self._growth = 0.0  # what rounding left
 
-    def _make_room(self, steps: int) -> int:
-        """Decode steps that fit into the KV cache, at least 1; preempts the youngest sequences until there is one."""
+    def _make_room(self) -> int:
+        """Decode steps that fit into the KV cache, at least 1: the youngest sequences are preempted until there is one."""
         capacity = self._limits.kv_capacity_tokens
         while self.kv_tokens + self._growth > capacity and len(self.running) > 1:
             _, sequence = self.running.popitem()
@@ -325,6 +328,5 @@ class Scheduler:
             self.preemptions += 1
             sequence.prefill_left = math.ceil(sequence.context)
             self.waiting.appendleft(sequence)
-        if self._growth <= 0.0:
-            return steps
-        return max(1, min(steps, int((capacity - self.kv_tokens) / self._growth)))
+        room = capacity - self.kv_tokens
+        return max(1, int(room / self._growth)) if self._growth > 0.0 else 1

@@ -164,5 +164,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no weights"):
         load_model(tmp_path)
-
-

@@ -6,7 +6,18 @@ import pytest
 import torch
 from scipy import stats
 
-from backends.reference.sampling import ACCEPT, DRAFT, TARGET, Sampling, choose, log_exponential, mix64, probabilities, race, uniform
+from backends.reference.sampling import (
+    ACCEPT,
+    DRAFT,
+    TARGET,
+    Sampling,
+    choose,
+    log_exponential,
+    mix64,
+    probabilities,
+    race,
+    uniform,
+)
 
 
 def test_splitmix64_known_answers() -> None:
@@ -75,7 +86,10 @@ def test_a_flat_nucleus_wider_than_the_first_look_is_cut_right() -> None:
 
 def test_rows_sample_independently_of_their_neighbours() -> None:
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
-    rows = [(Sampling(), 1), *((Sampling(0.8, seed=seed), position) for seed, position in ((1, 2), (1, 3), (2, 2), (3, 9), (4, 4)))]
+    rows = [
+        (Sampling(), 1),
+        *((Sampling(0.8, seed=seed), position) for seed, position in ((1, 2), (1, 3), (2, 2), (3, 9), (4, 4))),
+    ]
     together = choose(logits, rows)
     assert together == [choose(row[None], [where])[0] for row, where in zip(logits, rows, strict=True)]
     assert together[0] == int(logits[0].argmax())
