@@ -6,5 +6,8 @@ unknown; nothing here ever calls them.
 
 import torch
 
-for schema in ("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor", "qnms(Tensor dets, Tensor scores, float t) -> Tensor"):
+for schema in (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float t) -> Tensor",
+):
     torch.library.define(f"torchvision::{schema.split('(')[0]}", "(" + schema.split("(", 1)[1])
