@@ -43,7 +43,7 @@ def test_another_machine_is_refused_with_what_differs() -> None:
 
 
 def test_another_trace_is_refused() -> None:
-    with pytest.raises(ConfigError, match="workload.sha256 was 0, is 9"):
+    with pytest.raises(ConfigError, match=r"workload\.sha256 was 0, is 9"):
         refuse_unequal(Path("baseline.json"), stored(), ENVIRONMENT, {**WORKLOAD, "sha256": "9"})
 
 
