@@ -72,5 +72,5 @@ def test_recording_and_comparing_with_the_recording(tmp_path: Path, trace: str, 
     assert next(m for m in found["metrics"] if m["key"] == "tau@2")["status"] in ("equal", "unclear")
     recorded["environment"]["host"]["cpu"] = "another"
     stored.write_text(json.dumps(recorded))
-    with pytest.raises(ConfigError, match="environment.host.cpu was another"):
+    with pytest.raises(ConfigError, match=r"environment\.host\.cpu was another"):
         gate(baseline=str(stored), candidate=side, out=str(out), **common)
