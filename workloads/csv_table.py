@@ -17,6 +17,7 @@ from workloads.source import Source, plain_name
 
 BLOCK_BYTES = 2 << 20
 WRONG_FIELDS = "wrong_number_of_fields"
+NEEDED = ("time", "input_tokens", "output_tokens")
 
 
 @dataclass
@@ -43,6 +44,9 @@ def table_batches(source: Source, columns: Mapping[str, str]) -> Iterator[tuple[
     try:
         with source.open() as file, _reader(file, skipped) as reader:
             names = {name: columns[plain_name(name)] for name in reader.schema.names if plain_name(name) in columns}
+            missing = [wanted for wanted in NEEDED if wanted not in names.values()]
+            if missing:
+                raise source.error(1, f"has no column for {', '.join(missing)}; choose another --format")
             for block in reader:
                 numbers = _numbers(next_line, block.num_rows, skipped.numbers)
                 next_line += len(numbers) and int(numbers[-1]) + 1 - next_line

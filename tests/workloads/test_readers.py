@@ -185,7 +185,9 @@ SEEDS = [
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@given(content=st.one_of(st.binary(max_size=200), st.builds(lambda a, b: a + b, st.sampled_from(SEEDS), st.binary(max_size=60))))
+@given(
+    content=st.one_of(st.binary(max_size=200), st.builds(lambda a, b: a + b, st.sampled_from(SEEDS), st.binary(max_size=60)))
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_give_accounted_rows_or_one_clear_line(tmp_path: Path, format: str, content: bytes) -> None:
     try:
@@ -203,7 +205,9 @@ names = st.sampled_from(
     ["prompt", "messages", "timestamp", "input_length", "output_length", "hash_ids", "body", "custom_id", "conversations", "turns",
      "startTime", "call_type", "type", "attributes", "spanId", "chat_id", "parent_chat_id", "delay", "event", "rid", "response"]
 )  # fmt: skip
-objects = st.dictionaries(names, st.recursive(scalars, lambda s: st.lists(s, max_size=3) | st.dictionaries(names, s, max_size=3)))
+objects = st.dictionaries(
+    names, st.recursive(scalars, lambda s: st.lists(s, max_size=3) | st.dictionaries(names, s, max_size=3))
+)
 
 
 @pytest.mark.parametrize("format", FORMATS)
