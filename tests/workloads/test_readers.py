@@ -40,6 +40,23 @@ def read(tmp_path: Path, content: bytes | str, **options: object) -> Trace:
     return load_trace(path, **options)  # type: ignore[arg-type]
 
 
+def outcome(tmp_path: Path, content: bytes | str, format: str) -> Trace | str:
+    """The trace, or the message of the error."""
+    try:
+        return read(tmp_path, content, format=format)
+    except WorkloadError as error:
+        return str(error)
+
+
+def assert_accounted_or_one_line(found: Trace | str) -> None:
+    if isinstance(found, str):
+        assert found.startswith("trace")
+        assert "\n" not in found
+    else:
+        assert found.read == found.kept + sum(found.dropped.values())
+        assert len(found.requests()) == found.kept
+
+
 @pytest.mark.parametrize(("name", "format", "rows", "kept", "dropped"), REAL)
 def test_real_files_are_recognised_and_every_row_is_accounted_for(
     name: str, format: str, rows: int, kept: int, dropped: dict[str, int]
@@ -190,14 +207,7 @@ SEEDS = [
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_give_accounted_rows_or_one_clear_line(tmp_path: Path, format: str, content: bytes) -> None:
-    try:
-        trace = read(tmp_path, content, format=format)
-    except WorkloadError as error:
-        assert str(error).startswith("trace")
-        assert "\n" not in str(error)
-    else:
-        assert trace.read == trace.kept + sum(trace.dropped.values())
-        assert len(trace.requests()) == trace.kept
+    assert_accounted_or_one_line(outcome(tmp_path, content, format))
 
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 2**70), st.floats(), st.text(max_size=5))
@@ -214,9 +224,4 @@ objects = st.dictionaries(
 @given(rows=st.lists(objects, min_size=1, max_size=3))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_objects_give_accounted_rows_or_one_clear_line(tmp_path: Path, format: str, rows: list[object]) -> None:
-    try:
-        trace = read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), format=format)
-    except WorkloadError as error:
-        assert "\n" not in str(error)
-    else:
-        assert trace.read == trace.kept + sum(trace.dropped.values())
+    assert_accounted_or_one_line(outcome(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), format))
