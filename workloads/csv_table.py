@@ -17,6 +17,7 @@ from workloads.source import Source, plain_name
 
 BLOCK_BYTES = 2 << 20
 WRONG_FIELDS = "wrong_number_of_fields"
+NEEDED = ("time", "input_tokens", "output_tokens")
 
 
 @dataclass
@@ -43,6 +44,9 @@ def table_batches(source: Source, columns: Mapping[str, str]) -> Iterator[tuple[
     try:
         with source.open() as file, _reader(file, skipped) as reader:
             names = {name: columns[plain_name(name)] for name in reader.schema.names if plain_name(name) in columns}
+            missing = [wanted for wanted in NEEDED if wanted not in names.values()]
+            if missing:
+                raise source.error(1, f"has no column for {', '.join(missing)}; choose another --format")
             for block in reader:
                 numbers = _numbers(next_line, block.num_rows, skipped.numbers)
                 next_line += len(numbers) and int(numbers[-1]) + 1 - next_line
@@ -62,11 +66,29 @@ def table_batches(source: Source, columns: Mapping[str, str]) -> Iterator[tuple[
         raise source.error(next_line, f"cannot be read as CSV ({detail}); correct the line or choose --format") from None
 
 
+class _Ascii:
+    """A file whose bytes beyond ASCII read as `?`: the parser hands lines to Python as text and cannot bear others."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.closed = False
+
+    def read(self, size: int = -1) -> bytes:
+        chunk = self._file.read(size)
+        return chunk if chunk.isascii() else chunk.decode("ascii", "replace").encode("ascii", "replace")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
 def _reader(file: IO[bytes], skipped: _Skipped) -> pacsv.CSVStreamingReader:
     header = file.peek(1 << 16).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r")  # type: ignore[attr-defined]
     names = header.split(",")
     return pacsv.open_csv(
-        file,
+        _Ascii(file),
         read_options=pacsv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES, column_names=names, skip_rows=1),
         parse_options=pacsv.ParseOptions(
             quote_char=False,  # numbers and names only; a stray quote must not swallow the lines after it
@@ -85,10 +107,7 @@ def _numbers(first: int, rows: int, skipped: list[int]) -> NDArray[np.int64]:
 
 
 def _as_text(values: pa.Array) -> pa.Array:
-    try:
-        return values.cast(pa.string())
-    except pa.ArrowInvalid:
-        return pa.array([value.decode("utf-8", "replace") for value in values.to_pylist()], pa.string())
+    return values.cast(pa.string())
 
 
 def _blank(columns: Mapping[str, pa.Array]) -> NDArray[np.bool_] | None:

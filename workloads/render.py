@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ def render_profile(profile: Profile) -> list[RenderableType]:
         ("span", _number(profile.arrivals["span_s"], "s")),
         ("rate", f"mean {_number(profile.arrivals['mean_rps'], '/s')}, peak {_number(profile.arrivals['peak_rps'], '/s')}"),
         ("index of dispersion (1 s)", _number(profile.arrivals["dispersion"])),
-        ("arrival grid", _number(profile.arrivals["quantum_s"], "s")),
+        ("arrival grid", "none" if profile.arrivals["quantum_s"] is None else _number(profile.arrivals["quantum_s"], "s")),
         ("concurrency", _concurrency(profile.concurrency)),
         ("input that repeats a prefix", _share(profile.prefix_sharing["share"])),
         ("sessions", f"{profile.sessions['count']}, {_number(profile.sessions['requests_per_session'])} requests each"),
@@ -59,7 +59,7 @@ def _acceptance(profile: Profile) -> Table:
     )
 
 
-def _table(title: str, headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
     table = Table(title=title, title_justify="left", show_header=any(headings))
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i == 0 else "right" if len(headings) > 2 else "left")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,9 @@ def _blocks(text: str, salt: bytes) -> list[bytes]:
 
 def _repetition(words: Sequence[str], known: Sequence[str] = ()) -> float:
     """Share of the pairs of neighbouring words that occurred before, in the text itself or in `known`."""
-    seen = set(itertools.pairwise(known))
+    seen = set(pairwise(known))
     repeated = 0
-    for pair in itertools.pairwise(words):
+    for pair in pairwise(words):
         repeated += pair in seen
         seen.add(pair)
     return round(repeated / max(len(words) - 1, 1), 4)
