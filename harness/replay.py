@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from backends.types import BackendError, Endpoint, Gauges, SpecCounters
 from harness.client import Call, ReplayOptions, call_of, headers, payload, record, server_words, unseen
+from harness.pacer import sleep_until
 from harness.stream import StreamReader
 from harness.telemetry import Telemetry
 from harness.types import Load, RequestRecord
@@ -26,7 +28,7 @@ from harness.wire import Exchange, Origin, Pool, exchange_on
 from workloads.types import Request, WorkloadError
 
 CONNECT_AHEAD_S = 0.05  # a connection is ready before its request is due
-SPIN_S = 0.001  # timers of the event loop count in milliseconds; the rest of a wait is polled
+STOP_CHECK_S = 0.25
 LEAD_TOKENS = 64  # of a lead-in request whose length nobody knows
 
 
@@ -72,9 +74,11 @@ class Sender:
         self.pool.close()
 
     async def until(self, clock_s: float) -> None:
-        """Return at a time of the monotonic clock, within microseconds where the loop is free; at once when stopped."""
-        while not self.stopped and (left := clock_s - time.monotonic()) > 0:
-            await asyncio.sleep(min(left - SPIN_S / 2, 0.25) if left > SPIN_S else 0)
+        """Return at a time of the monotonic clock, or soon after the load was stopped."""
+        while not self.stopped and clock_s - time.monotonic() > STOP_CHECK_S:
+            await asyncio.sleep(STOP_CHECK_S / 2)
+        if not self.stopped:
+            await sleep_until(clock_s)
 
     async def perform(self, call: Call, data: bytes, intended_s: float, *, wait: bool = False) -> RequestRecord:
         """Send one request, at its intended clock time if `wait` is set, else now."""
@@ -123,6 +127,9 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
         sender.start_s = began = time.monotonic()
         if options.load_deadline_s is not None:
             deadline = asyncio.get_running_loop().call_later(options.load_deadline_s, sender.stop)
+        gc.collect()
+        gc.freeze()  # a full collection would stop the load for milliseconds; what a load makes is small and has no cycles
+        gc.disable()
         try:
             if load.mode == "closed":
                 records, lead = await _closed(sender, calls, load)
@@ -130,6 +137,8 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
                 records, lead = await _open(sender, calls, load), []
             wall_s = time.monotonic() - began
         finally:
+            gc.enable()
+            gc.unfreeze()
             if deadline is not None:
                 deadline.cancel()
             sampling.cancel()
