@@ -68,8 +68,8 @@ def ask(endpoint: Endpoint, prompt: str | Sequence[int], max_tokens: int) -> Ans
     spec = (body.get("metrics") or {}).get("speculative_decoding") or {}
     return Answer(
         tuple(body["choices"][0]["token_ids"]),
-        tuple(spec.get("per_step_accepted", ())),
-        tuple(spec.get("per_step_drafted", ())),
+        tuple(spec.get("per_step_accepted") or ()),
+        tuple(spec.get("per_step_drafted") or ()),
     )
 
 
