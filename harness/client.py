@@ -36,7 +36,7 @@ class ReplayOptions:
     load_deadline_s: float | None = None  # what is not finished by then is cancelled
     prefix_cache: Literal["cold", "as_found"] = "cold"
     """cold: the server is asked to empty its prefix cache before the load; a server that cannot is named in a warning."""
-    send_lag_limit_s: float = 0.002  # p99; or a tenth of the median TTFT, where that is more
+    send_lag_limit_s: float = 0.005  # p99; or a tenth of the median TTFT, where that is more
     keep_outputs: bool = False  # text and token ids stay in the records
     count_tokens: CountTokens | None = None  # for servers that say neither usage nor token ids
     processes: int | None = None  # client processes; None decides from the measured capability
@@ -154,7 +154,8 @@ def record(
 ) -> RequestRecord:
     """What happened to one request; clock times become seconds from `start_s`, the start of the load."""
     status, failure = outcome(exchange, reader)
-    tokens, source = reader.output_tokens(options.count_tokens)
+    # What a failed request sent before it failed is no output: its arrivals are kept, its size is not.
+    tokens, source = reader.output_tokens(options.count_tokens) if status == "completed" else (None, None)
     chunk_s = tuple([at - start_s for at in reader.chunk_s])
     return RequestRecord(
         index=request.index,

@@ -22,7 +22,7 @@ from harness.client import Call, ReplayOptions, call_of, headers, payload, recor
 from harness.stream import StreamReader
 from harness.telemetry import Telemetry
 from harness.types import Load, RequestRecord
-from harness.wire import Connection, Exchange, Origin, Pool, exchange_on
+from harness.wire import Exchange, Origin, Pool, exchange_on
 from workloads.types import Request, WorkloadError
 
 CONNECT_AHEAD_S = 0.05  # a connection is ready before its request is due
@@ -43,7 +43,9 @@ class Replay:
     gauges: tuple[tuple[float, Gauges], ...] = ()
     warnings: tuple[str, ...] = ()
     invalid: str | None = None
+    send_lag_limit_s: float = 0.005
     processes: int = 1
+    start_clock_s: float = 0.0  # of the monotonic clock
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>
     excluded: dict[str, int] = field(default_factory=dict)
 
@@ -85,6 +87,8 @@ class Sender:
         else:
             if wait:
                 await self.until(intended_s)
+            if connection.closed and not self.stopped:  # while it waited; nothing was sent on it
+                connection = await self.pool.take()
             if self.stopped:
                 exchange.failure = "cancelled"
                 connection.abort("cancelled")
@@ -145,7 +149,9 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
         counters=counters,
         gauges=tuple((at - sender.start_s, gauges) for at, gauges in telemetry.samples),
         warnings=(*warnings, *_failure_words(sender.words)),
-        invalid=invalid,
+        invalid=telemetry.broken or invalid,
+        send_lag_limit_s=options.send_lag_limit_s,
+        start_clock_s=sender.start_s,
         run_id=sender.run_id,
         excluded={"lead": len(lead)} if lead else {},
     )

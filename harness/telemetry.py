@@ -14,7 +14,11 @@ SAMPLE_PERIOD_S = 0.2
 SETTLE_S = 2.0  # longest wait for a drained server to publish its last counts
 
 # A page of vLLM has a thousand lines; parsing all of them five times a second would delay the time stamps of the load.
-_GAUGE = re.compile(r"^[a-z_]+:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util).*$", re.MULTILINE)
+_SAMPLED = re.compile(
+    r"^[a-z_]+:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util"
+    r"|generat[a-z]+_tokens_total|process_start_time).*$",
+    re.MULTILINE,
+)
 
 PAGES = {"tensorrt_llm": "/prometheus/metrics"}  # its /metrics is emptied by reading
 
@@ -27,6 +31,7 @@ class Telemetry:
         self._path = PAGES.get(endpoint.backend, "/metrics")
         self._pool = pool
         self.samples: list[tuple[float, Gauges]] = []  # (clock time, reading)
+        self.broken: str | None = None  # why the counts of this load cannot be used
 
     def close(self) -> None:
         self._pool.close()
@@ -50,13 +55,19 @@ class Telemetry:
             await asyncio.sleep(0.05)
 
     async def sample(self) -> None:
-        """Read the gauges until cancelled."""
+        """Read gauges until cancelled, and watch that no counter falls: a reset in the middle may not show at the end."""
         if self._backend not in DIALECTS:
             return
+        earlier = SpecCounters()
         while True:
             page = await get(self._pool, self._path)
             if page is None:
                 return
-            _, gauges = parse_metrics(self._backend, "\n".join(_GAUGE.findall(page)))
+            counters, gauges = parse_metrics(self._backend, "\n".join(_SAMPLED.findall(page)))
             self.samples.append((time.monotonic(), gauges))
+            try:
+                _ = counters - earlier
+            except ValueError as error:
+                self.broken = self.broken or str(error)
+            earlier = counters
             await asyncio.sleep(SAMPLE_PERIOD_S)

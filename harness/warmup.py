@@ -2,7 +2,7 @@
 
 Engines compile on first use, also on the first batch of a size (reports of first requests 25 times slower than later ones), so
 one request at a time does not warm a batch. Rule: waves of requests at the trial's concurrency, each shortened to
-`WAVE_TOKENS`, until the mean time per token of a wave is within `TOLERANCE` of the fastest wave before it; at most `MAX_WAVES`.
+`WAVE_TOKENS`, until the mean time between chunks of a wave is within `TOLERANCE` of the fastest wave before it; at most `MAX_WAVES`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from workloads.types import Request
 
 WAVE_TOKENS = 16
 TOLERANCE = 0.1
+SAME_STEP_S = 1e-4  # steps that differ by less are equal: chunks of such steps arrive in one read
 MAX_WAVES = 6
 OPEN_LOOP_CONCURRENCY = 4  # an open loop has no concurrency of its own; two and more at once meet the batched kernels
 
-RESET_PATHS = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache", "reference": "/reset_prefix_cache", "simulated": "/reset_prefix_cache"}
+RESET_PATHS = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache", "simulated": "/reset_prefix_cache"}
 """POST that empties the prefix cache, where a server offers it (vLLM: in its development mode only)."""
 
 
@@ -32,7 +33,7 @@ RESET_PATHS = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache", "referen
 class WarmUp:
     """How a warm-up went."""
 
-    token_s: tuple[float, ...]  # mean time per output token of each wave
+    step_s: tuple[float, ...]  # mean time of an engine step in each wave
     stable: bool
     prefix_cache: str  # cold (emptied), as found
     warnings: tuple[str, ...] = ()
@@ -51,18 +52,18 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
     stable = False
     try:
         while len(waves) < MAX_WAVES and not stable:
-            token_s = _token_s(await _wave(sender, requests, users, len(waves)))
-            if token_s is None:
+            step_s = _step_s(await _wave(sender, requests, users, len(waves)))
+            if step_s is None:
                 break
-            stable = bool(waves) and abs(token_s / min(waves) - 1) <= TOLERANCE
-            waves.append(token_s)
+            stable = bool(waves) and abs(step_s - min(waves)) <= max(TOLERANCE * min(waves), SAME_STEP_S)
+            waves.append(step_s)
         emptied = options.prefix_cache == "cold" and await _empty_prefix_cache(endpoint, pool)
     finally:
         pool.close()
     warnings = []
     if not stable:
         listed = ", ".join(f"{value * 1e3:.1f}" for value in waves) or "none"
-        warnings.append(f"warm-up did not become stable: ms per token of its waves: {listed}")
+        warnings.append(f"warm-up did not become stable: ms per step of its waves: {listed}")
     if options.prefix_cache == "cold" and not emptied:
         warnings.append("the server's prefix cache could not be emptied before the load; it holds what earlier loads left")
     return WarmUp(tuple(waves), stable, "cold" if emptied else "as found", tuple(warnings))
@@ -77,15 +78,16 @@ async def _wave(sender: Sender, requests: Sequence[Request], users: int, wave: i
     return list(await asyncio.gather(*(one(user) for user in range(users))))
 
 
-def _token_s(records: Sequence[RequestRecord]) -> float | None:
-    """Mean decode time per token over a wave: Σ decode time ÷ Σ tokens after the first. Prompts' lengths do not enter."""
-    done = [r for r in records if r.status == "completed" and r.output_tokens and r.output_tokens > 1 and r.tpot_s is not None]
+def _step_s(records: Sequence[RequestRecord]) -> float | None:
+    """Mean gap of the chunks of a wave, each of which is an engine step; the lengths of prompts do not enter."""
+    done = [r.chunk_s for r in records if r.status == "completed" and len(r.chunk_s) > 1]
     if not done:
         return None
-    tokens = sum(r.output_tokens - 1 for r in done if r.output_tokens)
-    return sum((r.last_token_s or 0.0) - (r.first_token_s or 0.0) for r in done) / tokens
+    return sum(times[-1] - times[0] for times in done) / sum(len(times) - 1 for times in done)
 
 
 async def _empty_prefix_cache(endpoint: Endpoint, pool: Pool) -> bool:
+    if endpoint.backend == "reference":
+        return True  # it has none
     path = RESET_PATHS.get(endpoint.backend)
     return path is not None and await get(pool, path, method="POST") is not None

@@ -183,7 +183,7 @@ class Engine:
             where += [(sequence.sampling, len(sequence.tokens) + depth) for depth in draft.depths()]
         if not rows:
             return {}
-        logits = self.model.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+        logits = self.model.logits(hidden[rows])
         chosen = choose(logits, where)
         verdicts = {}
         for (sequence, _, draft), at in zip(roots, spans, strict=True):

@@ -1,4 +1,4 @@
-"""A finished run directory as the main job leaves it, made from a small model of an engine: the same seed gives the same files."""
+"""A finished run directory as the main job leaves it, from a small model of an engine: the same seed gives the same files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
     search = spec.search_requests or max(spec.requests // 3, 4)
 
     def add(config: dict[str, Any], trace: str, batch: int | None, stage: str, count: int) -> dict[str, Any]:
-        trial, table = _trial(len(trials), config, trace, batch, stage, count, spec)
+        trial, table = _trial(len(trials), config, trace, batch, stage=stage, count=count, spec=spec)
         if table is not None:
             built.tables[trial["number"]] = table
         trials.append(trial)
@@ -155,7 +155,7 @@ def _position_rates(variant: str, k: int) -> list[float]:
 
 
 def _trial(
-    number: int, config: dict[str, Any], trace: str, batch: int | None, stage: str, count: int, spec: RunSpec
+    number: int, config: dict[str, Any], trace: str, batch: int | None, *, stage: str, count: int, spec: RunSpec
 ) -> tuple[dict[str, Any], pa.Table | None]:
     key = f"{spec.seed}/{config}/{trace}/{batch}/{stage}"
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
@@ -165,12 +165,11 @@ def _trial(
     _, draft_cost = ACCEPTANCE[variant]
     rates = _position_rates(variant, k)
     tau = 1 + sum(rates)
-    step_s = 0.030 * (1 + draft_cost * k) + 0.0022 * width * (
-        1 + 0.62 * k
-    )  # memory-bound part + compute of every token verified
-    step_s *= {"none": 1.0, "int8": 0.7, "int4": 0.6}[config["weight_quantization"]] * (
-        0.6 if config["backend"] == "vllm" else 1
+    memory_s, compute_s = 0.030 * (1 + draft_cost * k), 0.0022 * width * (1 + 1.1 * k)
+    speed = {"none": 1.0, "int8": 0.7, "int4": 0.6}[config["weight_quantization"]] * (
+        0.6 if config["backend"] == "vllm" else 1.0
     )
+    step_s = (memory_s + compute_s) * speed
     tpot = step_s / tau * rng.lognormal(0, 0.08, size=count)
     ttft = 0.05 + 0.01 * width * rng.lognormal(0, 0.5, size=count)
     e2e = ttft + tpot * (lengths - 1)
@@ -360,14 +359,16 @@ def _decision(
     config = best[spec.engines[0], spec.quantization[0], trace]
     verdict = spec.verdict or ("not_measurable" if spec.all_fail else "enable_below_batch")
     on = verdict in ("enable", "enable_below_batch")
+    measured = _open_loop_ratio(trace, config, trials) if on else 1.0
     speedup = {
-        "enable": {"metric": "e2e_p50", "value": 1.61, "ci95": [1.52, 1.71]},
-        "enable_below_batch": {"metric": "e2e_p50", "value": 1.61, "ci95": [1.52, 1.71]},
+        "enable": {"metric": "e2e_p50", "value": measured, "ci95": [measured * 0.94, measured * 1.06]},
+        "enable_below_batch": {"metric": "e2e_p50", "value": measured, "ci95": [measured * 0.94, measured * 1.06]},
         "skip": {"metric": "e2e_p50", "value": 0.83, "ci95": [0.79, 0.88]},
         "no_clear_winner": {"metric": "e2e_p50", "value": 1.02, "ci95": [0.97, 1.08]},
         "not_measurable": None,
     }[verdict]
-    schedule = [[1, 4, config["k"]], [5, 16, 1], [17, 32, 0]] if on else []
+    last = max(spec.batch_sizes)
+    schedule = [[1, 4, config["k"]], [5, 16, 1], [17, last, 0]] if on and last > 16 else []
     reasons = {
         "not_measurable": ["no speculative configuration could be measured against a baseline; see the failed trials"],
         "skip": ["E2E p50 with draft_model K=3 against off: 0.83x (95 % interval 0.79 to 0.88), at the trace's own load."],
@@ -375,27 +376,24 @@ def _decision(
         verdict,
         [
             f"E2E p50 with {config['variant']} K={config['k']} against off, at the trace's own load.",
-            "Acceptance length tau is 2.98 tokens per step; a step costs 1.85x one without speculation, so each token costs 0.62x.",
+            "Acceptance length tau is 2.98 tokens per step; a step costs 1.75x one without it, so a token costs 0.59x.",
             "Throughput in closed loop over the trace's batch sizes, on against off: 1.12x (95 % interval 1.05 to 1.20).",
             "E2E p95: not tested (too few requests).",
         ],
     )
+    below = verdict == "enable_below_batch"
+    off = None if verdict == "not_measurable" else {**config, "variant": "off", "k": 0, "draft": None}
+    drift = "The machine drifted: off was 4 % slower at the end than at the start of the run (reference)."
     judgement = {
         "trace": trace,
         "verdict": verdict,
-        "config": config
-        if on
-        else (None if verdict == "not_measurable" else {**config, "variant": "off", "k": 0, "draft": None}),
-        "below_batch": 12 if verdict == "enable_below_batch" else None,
-        "break_even_batch": {"value": 12.4, "ci95": [9.8, 15.1]}
-        if verdict == "enable_below_batch"
-        else {"value": None, "ci95": None},
+        "config": config if on else off,
+        "below_batch": 17 if below else None,
+        "break_even_batch": {"value": 17.2, "ci95": [14.8, 20.1]} if below else {"value": None, "ci95": None},
         "k_by_batch_size": schedule,
         "speedup": speedup,
         "reasons": reasons,
-        "warnings": ["The machine drifted: off was 4 % slower at the end than at the start of the run (reference)."]
-        if on
-        else [],
+        "warnings": [drift] if on else [],
     }
     by_engine = []
     if verdict != "not_measurable":
@@ -409,6 +407,13 @@ def _decision(
         command += f" --variant {config['variant']} --k {config['k']} --draft self-int4 --max-num-seqs 64" if on else ""
         launch = {"command": command, "env": {"OMP_NUM_THREADS": "2"}, "files": {}}
     return {**judgement, "by_engine": by_engine, "launch": launch}
+
+
+def _open_loop_ratio(trace: str, config: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> float:
+    mine = [t for t in trials if t["load"]["mode"] == "trace" and t["load"]["trace"] == trace and t["metrics"]]
+    off = next(t for t in mine if t["config"]["variant"] == "off" and t["config"]["backend"] == config["backend"])
+    on = next(t for t in mine if t["config"] == config)
+    return off["metrics"]["e2e_s"]["p50"] / on["metrics"]["e2e_s"]["p50"]
 
 
 def _preflight() -> list[dict[str, Any]]:

@@ -1,0 +1,102 @@
+"""The statistics of a gate: Student's t on blocks, spending of error over looks, correction over metrics. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special, stats
+
+TINY = 1e-9
+"""Standard error of a difference that never varied (greedy tau): equal is equal, and any change is certain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean of independent differences, with its standard error. `se` is None for fewer than two."""
+
+    value: float
+    se: float | None
+    n: int
+
+    @property
+    def sd(self) -> float | None:
+        return None if self.se is None else self.se * math.sqrt(self.n)
+
+    def p_above(self, limit: float) -> float:
+        """One-sided p-value of "the true mean is at most `limit`"; 1 where it cannot be known."""
+        if self.se is None:
+            return 1.0
+        return float(special.stdtr(self.n - 1, -(self.value - limit) / max(self.se, TINY)))
+
+    def p_below(self, limit: float) -> float:
+        """One-sided p-value of "the true mean is at least `limit`"."""
+        if self.se is None:
+            return 1.0
+        return float(special.stdtr(self.n - 1, (self.value - limit) / max(self.se, TINY)))
+
+    def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
+        if self.se is None:
+            return None
+        half = float(special.stdtrit(self.n - 1, (1 + confidence) / 2)) * self.se
+        return self.value - half, self.value + half
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    n = len(values)
+    if n < 2:
+        return Mean(float(values[0]) if n else 0.0, None, n)
+    array = np.asarray(values, dtype=float)
+    return Mean(float(array.mean()), float(array.std(ddof=1) / math.sqrt(n)), n)
+
+
+def spent(alpha: float, fraction: float) -> float:
+    """Error that may have been used up when `fraction` of the budget is: α·t² (Kim & DeMets 1987, Biometrika 74, power family).
+
+    Looks are at fractions of the budget, not of a planned sample (calendar time: Lan & DeMets 1989, Biometrics 45), so a slow
+    server changes the sample and not the error.
+    """
+    return alpha * min(max(fraction, 0.0), 1.0) ** 2
+
+
+def level(alpha: float, before: float, now: float) -> float:
+    """Level of the test at this look: what may be spent between two looks.
+
+    Summing these levels bounds the error of all looks by Boole's inequality, whatever the dependence between looks. The exact
+    joint boundary (Lan & DeMets 1983) is less strict, and needs normal increments that small samples do not have.
+    """
+    return spent(alpha, now) - spent(alpha, before)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjusted p-values that hold over all metrics together, whatever their dependence (Holm 1979)."""
+    adjusted: dict[str, float] = {}
+    highest = 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, p * (len(p_values) - rank)))
+        adjusted[name] = highest
+    return adjusted
+
+
+def blocks_to_decide(noise: float, change: float, band: float, alpha: float) -> int:
+    """Blocks after which an effect of this size is told from the band, nine times out of ten.
+
+    From n = ((z_α + z_0.9) · sd ÷ distance)², the distance being the band for a change near 0 and at least a quarter of it
+    for one near the band, where no count would decide.
+    """
+    distance = max(abs(band - max(change, 0.0)), band / 4)
+    z = float(stats.norm.isf(alpha) + stats.norm.isf(0.1))
+    return max(2, math.ceil((z * noise / distance) ** 2))
+
+
+def divergence_p(new: int, own: int) -> float:
+    """One-sided p-value of "the candidate differs from the baseline no more often than the baseline from itself".
+
+    Of the requests where exactly one of the two comparisons differs, `new` differ from the candidate and `own` from the baseline's
+    second run. With equal sides both are equally likely (McNemar 1947, exact binomial form).
+    """
+    if new + own == 0:
+        return 1.0
+    return float(stats.binom.sf(new - 1, new + own, 0.5))

@@ -1,0 +1,120 @@
+"""From a finished run directory to `report.html` and `report.md`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from reports import charts, text
+from reports.answer import answers
+from reports.rundata import RunData, load_run
+from reports.sections import SECTIONS
+
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+def render(run_dir: Path | Sequence[Path], *, show_text: bool = False) -> None:
+    """Write `report.html` and `report.md` into each run directory.
+
+    Text of prompts and outputs is left out unless `show_text`.
+
+    Raises:
+        ReportError: a directory holds no finished run.
+        ResultError: a result breaks the schema.
+    """
+    folders = [run_dir] if isinstance(run_dir, Path) else list(run_dir)
+    for folder in folders:
+        run = load_run(folder, show_text=show_text)
+        _write(folder / "report.html", html_report(run))
+        _write(folder / "report.md", markdown_report(run))
+
+
+def html_report(run: RunData) -> str:
+    """The whole report as one page that loads nothing."""
+    sections = [(section, context) for section in SECTIONS if (context := section.build(run)) is not None]
+    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            run=run,
+            answers=answers(run),
+            sections=sections,
+            style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+            script=Markup(script),
+            script_hash=digest,
+        )
+    )
+
+
+def markdown_report(run: RunData) -> str:
+    """The summary for a pull request."""
+    return _environment().get_template("report.md.j2").render(run=run, answers=answers(run))
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=lambda name: name is None or not name.endswith(".md.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "ms": text.ms,
+        "num": text.number,
+        "factor": text.factor,
+        "percent": text.percent,
+        "seconds": text.seconds,
+        "interval": text.interval,
+        "words": text.words,
+        "sh": lambda value: shlex.quote(str(value)),
+        "config_label": text.config_label,
+        "group_label": text.group_label,
+        "load_label": text.load_label,
+        "md": _markdown_text,
+        "columns_of": _columns_of,
+        "stage_seconds": charts.stage_seconds,
+        "heat": heat_class,
+        "log2": math.log2,
+    }
+    environment.globals |= {"value_text": text.value_text, "DASH": text.DASH, "variant_names": text.VARIANT_NAMES}
+    environment.tests |= {
+        "config_like": lambda value: isinstance(value, Mapping) and {"backend", "variant", "k"} <= value.keys()
+    }
+    return environment
+
+
+def heat_class(speedup: float) -> str:
+    """Colour step of a speed-up: p1..p4 above 1, n1..n4 below, `tie` within 3 %."""
+    step = next((i for i, limit in enumerate((1.03, 1.15, 1.4, 1.8)) if max(speedup, 1 / speedup) < limit), 4)
+    return "tie" if step == 0 else f"{'p' if speedup > 1 else 'n'}{step}"
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All keys of a list of objects, in order of appearance."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _markdown_text(value: Any) -> str:
+    """Text that Markdown shows as it stands: no markup of its own, no table cell ended, no HTML."""
+    escaped = str(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for mark in "\\`*_{}[]#|!":
+        escaped = escaped.replace(mark, "\\" + mark)
+    return " ".join(escaped.split())
+
+
+def _write(path: Path, content: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(content, encoding="utf-8")
+    os.replace(partial, path)

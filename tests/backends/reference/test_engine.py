@@ -1,0 +1,343 @@
+"""The engine on a tiny 8-layer model in float32: exact text whatever is drafted and batched, and counters that add up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import EOS, generate, output, request, save_tokenizer
+from transformers import PreTrainedModel
+
+from backends.reference.batch import Piece, build_batch
+from backends.reference.drafters.draft_model import DraftModel
+from backends.reference.engine import Engine
+from backends.reference.kv_cache import KVCache
+from backends.reference.model import Decoder
+from backends.reference.options import EngineOptions
+from backends.reference.sequence import Sequence
+from backends.reference.verify import Draft
+from backends.serving import GenerationRequest, RequestError
+from backends.types import ConfigError
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def build(tiny_dir: Path, draft_dir: Path) -> Build:
+    """An engine of the tiny model; `variant="draft_model"` drafts with the disturbed copy unless told otherwise."""
+
+    def make(variant: str = "off", k: int = 0, **fields: Any) -> Engine:
+        if variant == "draft_model":
+            fields.setdefault("draft", str(draft_dir))
+        settings = {"max_num_seqs": 16, "ngram_min": 1, **fields}
+        return Engine(EngineOptions(tiny_dir, variant=variant, k=k, **settings))
+
+    return make
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Of 5 to 60 tokens, half of them repetitive, so that n-grams match."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        length = rng.randint(5, 60)
+        made.append(
+            [rng.randrange(256) for _ in range(length)] if i % 2 else ([rng.randrange(256) for _ in range(6)] * 10)[:length]
+        )
+    return made
+
+
+PROMPTS = prompts(16)
+VARIANTS = [("ngram", 1), ("ngram", 4), ("draft_model", 1), ("draft_model", 3), ("draft_model", 6)]
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: tuple[Path, PreTrainedModel]) -> list[list[int]]:
+    """What transformers generates for PROMPTS, EOS included."""
+    made = []
+    for prompt in PROMPTS:
+        ids = tiny[1].generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+        )
+        made.append(ids[0, len(prompt) :].tolist())
+    return made
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), *VARIANTS])
+def test_greedy_text_equals_transformers(variant: str, k: int, batch: int, build: Build, greedy: list[list[int]]) -> None:
+    engine = build(variant, k, max_num_seqs=batch)
+    assert generate(engine, [request(prompt) for prompt in PROMPTS]) == greedy
+
+
+@pytest.fixture(scope="module")
+def sampled(build: Build) -> list[list[int]]:
+    """Without speculation, one sequence at a time, T = 0.8."""
+    return generate(build(max_num_seqs=1), sampled_requests())
+
+
+def sampled_requests() -> list[GenerationRequest]:
+    cuts = [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 50, "top_p": 0.8}]
+    return [request(p, temperature=0.8, seed=i, ignore_eos=True, **cuts[i % 4]) for i, p in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), *((v, k) for v in ("ngram", "draft_model") for k in range(1, 7))])
+def test_sampled_text_is_the_same_whatever_is_drafted_and_batched(
+    variant: str, k: int, batch: int, build: Build, sampled: list[list[int]]
+) -> None:
+    order = list(range(16))
+    random.Random(f"{variant}{k}{batch}").shuffle(order)
+    requests = sampled_requests()
+    made = generate(build(variant, k, max_num_seqs=batch), [requests[i] for i in order])
+    assert made == [sampled[i] for i in order]
+
+
+@pytest.mark.parametrize("fields", [{"max_num_batched_tokens": 24}, {"chunked_prefill": False}], ids=str)
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), ("ngram", 4), ("draft_model", 3)])
+def test_how_prompts_are_cut_does_not_change_the_text(
+    variant: str, k: int, fields: dict[str, Any], build: Build, greedy: list[list[int]]
+) -> None:
+    assert generate(build(variant, k, **fields), [request(prompt) for prompt in PROMPTS]) == greedy
+
+
+class AnyTree:
+    """Drafts a random tree that contains the right continuation somewhere, or not."""
+
+    capture = ()
+
+    def __init__(self, texts: dict[int, list[int]]) -> None:
+        self._texts = texts
+        self._rng = random.Random(0)
+
+    def propose(self, work: list[tuple[Sequence, int]]) -> list[Draft]:
+        return [self._tree(sequence, limit) for sequence, limit in work]
+
+    def _tree(self, sequence: Sequence, limit: int) -> Draft:
+        rest = self._texts[sequence.id][sequence.output_tokens :]
+        tokens, parents, depth = [], [], [0]
+        for node in range(1, limit + 1):
+            parent = self._rng.randrange(node)
+            depth.append(depth[parent] + 1)
+            right = depth[node] - 1 < len(rest) and self._rng.random() < 0.8
+            tokens.append(rest[depth[node] - 1] if right else self._rng.randrange(256))
+            parents.append(parent)
+        return Draft(tuple(tokens), tuple(parents))
+
+    def observe(self, *_: Any) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def test_text_is_the_same_with_trees(build: Build, greedy: list[list[int]], sampled: list[list[int]]) -> None:
+    for expected, requests in ((greedy, [request(p) for p in PROMPTS]), (sampled, sampled_requests())):
+        engine = build("ngram", 6)
+        engine.drafter = AnyTree(dict(enumerate(expected)))
+        assert generate(engine, requests) == expected
+        assert engine.counters.accepted_tokens > engine.counters.drafted_steps / 2
+
+
+def test_rejection_mode_samples_legal_text_and_is_reproducible(build: Build) -> None:
+    requests = sampled_requests()
+    first, again = (generate(build("draft_model", 3, sampling="rejection", max_num_seqs=n), requests) for n in (16, 3))
+    assert first == again
+    assert [len(ids) for ids in first] == [24] * 16
+
+
+@pytest.mark.parametrize("sampling", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_equal_to_the_target_is_accepted_whole(sampling: str, temperature: float, build: Build, tiny_dir: Path) -> None:
+    engine = build("draft_model", 3, draft=str(tiny_dir), sampling=sampling)
+    generate(engine, [request(p, 25, temperature=temperature, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS)])
+    c = engine.counters
+    assert (c.decode_steps, c.drafted_steps, c.draft_tokens, c.accepted_tokens) == (16 * 6, 16 * 6, 16 * 18, 16 * 18)
+    assert c.accepted_per_position == [96, 96, 96]
+
+
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), ("ngram", 4), ("draft_model", 3)])
+def test_counters_equal_what_was_emitted(variant: str, k: int, build: Build) -> None:
+    engine = build(variant, k)
+    sequences = [engine.add(request(p, 5 + 3 * i)) for i, p in enumerate(PROMPTS)]
+    decode_steps = engine_steps = 0
+    while engine.has_work:
+        before = {s.id: s.output_tokens for s in sequences}
+        outputs = engine.step()
+        decoded = [o for o in outputs if before[o.sequence.id] > 0]
+        decode_steps += len(decoded)
+        engine_steps += bool(decoded)
+        assert all(
+            s.output_tokens - before[s.id] == sum(len(o.token_ids) for o in outputs if o.sequence is s) for s in sequences
+        )
+    c = engine.counters
+    emitted = sum(len(output(s)) for s in sequences)
+    assert (c.generated_tokens, c.first_tokens, c.decode_steps, c.engine_steps) == (emitted, 16, decode_steps, engine_steps)
+    assert c.prompt_tokens == sum(map(len, PROMPTS))
+    assert c.accepted_tokens == sum(c.accepted_per_position)
+    assert c.accepted_per_position == sorted(c.accepted_per_position, reverse=True)
+    if variant == "off":
+        assert (emitted - 16) / c.decode_steps == 1.0
+        assert c.drafted_steps == c.draft_tokens == 0
+    else:
+        assert (emitted - 16) / c.decode_steps > 1.0
+
+
+def _ends_inside_a_draft(engine: Engine, prompt: list[int], **fields: Any) -> tuple[Sequence, int]:
+    """Run one request; also how many tokens its last step emitted."""
+    sequence = engine.add(request(prompt, **fields))
+    last = 0
+    while engine.has_work:
+        last = len(engine.step()[-1].token_ids)
+    return sequence, last
+
+
+def test_eos_inside_a_draft_ends_the_text_there(build: Build, tiny_dir: Path, greedy: list[list[int]]) -> None:
+    """The third token of the greedy text is declared to be EOS; a perfect draft of 6 runs past it."""
+    text = greedy[1]
+    engine = build("draft_model", 6, draft=str(tiny_dir))
+    sequence = engine.add(request(PROMPTS[1]))
+    sequence.end_ids = frozenset({text[3]})
+    while engine.has_work:
+        engine.step()
+    cut = text.index(text[3]) + 1
+    assert output(sequence) == text[:cut]
+    assert sequence.finish_reason == "stop"
+    c = engine.counters
+    assert c.generated_tokens == cut
+    assert c.accepted_tokens == cut - 1  # all but the first came from the draft; what lay past EOS is not counted
+
+
+def test_max_tokens_bounds_drafts(build: Build, tiny_dir: Path, greedy: list[list[int]]) -> None:
+    """5 tokens: the first from the prompt, then at most 3 drafted and the target's own."""
+    engine = build("draft_model", 6, draft=str(tiny_dir))
+    sequence, last = _ends_inside_a_draft(engine, PROMPTS[1], max_tokens=5)
+    assert output(sequence) == greedy[1][:5]
+    assert (sequence.finish_reason, last) == ("length", 4)
+    assert (engine.counters.draft_tokens, engine.counters.accepted_tokens, engine.counters.decode_steps) == (3, 3, 1)
+
+
+def test_a_stop_string_inside_a_draft_ends_the_text_before_it(build: Build, tiny_dir: Path) -> None:
+    plain = build()
+    whole = plain.tokenizer.decode(generate(plain, [request(PROMPTS[3])])[0])
+    stop = next(whole[i : i + 2] for i in range(2, len(whole)) if whole[i : i + 2].isascii() and len(whole[i : i + 2]) == 2)
+    for variant, k in (("off", 0), ("draft_model", 6)):
+        engine = build(variant, k, **({"draft": str(tiny_dir)} if k else {}))
+        sequence = engine.add(request(PROMPTS[3], stop=(stop,)))
+        text = ""
+        while engine.has_work:
+            text += "".join(o.text for o in engine.step())
+        assert text == whole[: whole.index(stop)]
+        assert sequence.finish_reason == "stop"
+        assert engine.tokenizer.decode(output(sequence)).endswith(stop)
+        assert engine.counters.generated_tokens == len(output(sequence))
+
+
+def test_ignore_eos_runs_on(build: Build) -> None:
+    engine = build()
+    assert engine.model.config.eos_ids == {EOS}
+    sequences = [engine.add(request(p, 40, ignore_eos=True)) for p in PROMPTS]
+    while engine.has_work:
+        engine.step()
+    assert {len(output(s)) for s in sequences} == {40}
+
+
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), ("ngram", 3), ("draft_model", 3)])
+def test_preemption_does_not_change_the_text(variant: str, k: int, build: Build, sampled: list[list[int]]) -> None:
+    engine = build(variant, k, max_model_len=120, kv_cache_tokens=200)
+    assert generate(engine, sampled_requests()) == sampled
+    c = engine.counters
+    assert c.preemptions > 0
+    assert c.prompt_tokens == sum(map(len, PROMPTS))  # recomputation is not a prompt
+    assert c.generated_tokens == 16 * 24
+    if variant == "off":
+        assert c.decode_steps == 16 * 23
+
+
+def _recomputed(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    """Keys and values of `tokens` from scratch: [layers, n, 2, kv_heads, head_dim]."""
+    cache = KVCache(model.config, slots=1, rows=len(tokens), dtype=model.dtype, device=model.device)
+    batch = build_batch([Piece(0, 0, tokens)], slot_rows=len(tokens), dtype=model.dtype, device=model.device)
+    model.forward(batch, cache)
+    return torch.stack([layer[0] for layer in cache._layers])
+
+
+@pytest.mark.parametrize(("variant", "k"), [("ngram", 4), ("draft_model", 4)])
+def test_after_every_step_the_caches_equal_a_recomputation(variant: str, k: int, build: Build) -> None:
+    engine = build(variant, k, max_num_seqs=4, max_num_batched_tokens=40)
+    for i, prompt in enumerate(PROMPTS[:8]):
+        engine.add(request(prompt, 12, temperature=0.8 * (i % 2), seed=i))
+    while engine.has_work:
+        engine.step()
+        for s in engine.scheduler.running:
+            kept = torch.stack([layer[s.slot, : s.computed] for layer in engine.cache._layers])
+            torch.testing.assert_close(kept, _recomputed(engine.model, s.tokens[: s.computed]), atol=1e-4, rtol=1e-4)
+            if isinstance(engine.drafter, DraftModel) and s.id in engine.drafter._seen:
+                known = engine.drafter._catch_up(s).base
+                kept = torch.stack([layer[s.slot, :known] for layer in engine.drafter._cache._layers])
+                torch.testing.assert_close(kept, _recomputed(engine.drafter._model, s.tokens[:known]), atol=1e-4, rtol=1e-4)
+
+
+def test_cancelling_frees_the_slot(build: Build, greedy: list[list[int]]) -> None:
+    engine = build("draft_model", 3, max_num_seqs=1)
+    first, second = engine.add(request(PROMPTS[0])), engine.add(request(PROMPTS[1]))
+    waiting = engine.add(request(PROMPTS[2]))
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(waiting)
+    while engine.has_work:
+        engine.step()
+    assert output(second) == greedy[1]
+    assert first.finish_reason == waiting.finish_reason == "cancelled"
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(build: Build, tmp_path: Path, draft_dir: Path) -> None:
+    for file in draft_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_tokenizer(tmp_path, eos="<end>")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        build("draft_model", 2, draft=str(tmp_path))
+    with pytest.raises(ConfigError, match="does not exist"):
+        build("draft_model", 2, draft="/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"variant": "off", "k": 2}, "off has K = 0"),
+        ({"variant": "ngram", "k": 0}, "every other variant K >= 1"),
+        ({"variant": "eagle9", "k": 2}, "unknown variant 'eagle9'"),
+        ({"quantization": "fp3"}, "unknown quantization 'fp3'"),
+        ({"dtype": "int7"}, "dtype 'int7'"),
+        ({"sampling": "typical"}, "coupled or rejection"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_num_batched_tokens": 16}, "leaves prompts no room"),
+        ({"max_model_len": 100_000}, "exceeds the model's context of 512"),
+        ({"kv_cache_tokens": 10}, "cannot hold one sequence"),
+        ({"variant": "ngram", "k": 2, "draft": "x"}, "--draft goes with"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: str, build: Build) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**fields)
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (request([1] * 500, 20), "max_tokens"),
+        (request([], 20), "prompt"),
+        (request([1, 999], 20), "prompt"),
+        (request([1], 0), "max_tokens"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(bad: GenerationRequest, field: str, build: Build) -> None:
+    engine = build()
+    with pytest.raises(RequestError) as refused:
+        engine.add(bad)
+    assert refused.value.field == field
+    assert not engine.has_work
