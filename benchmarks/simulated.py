@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from backends.openai_server import listen
 from backends.simulated.presets import PRESETS
-from backends.simulated.virtual import SimulatedRequest, SimulatedRun, simulate
+from backends.simulated.virtual import SimulatedRequest, simulate
 from backends.simulated.world import World, dump_world, with_limits
 
 # Every 5th percentile of ContextTokens in the Azure LLM inference trace 2023, conversation (19,366 requests, mean 1155;
@@ -67,15 +67,15 @@ def throughput(count: int) -> None:
 
 async def _send(http: httpx.AsyncClient, start_s: float, index: int, request: SimulatedRequest) -> None:
     body = {"model": "simulated", "max_tokens": request.output_tokens, "ignore_eos": True, "stream": True}
-    body |= {"prompt": [index * 7 % 30_000 + 4_000] * request.input_tokens}
+    body |= {"prompt": f"{index:04d}" * request.input_tokens}  # the simulated tokenizer has four characters a token
     await asyncio.sleep(start_s + request.arrival_s - time.monotonic())
     async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": str(index)}) as response:
         async for _ in response.aiter_raw():
             pass
 
 
-async def _replay(url: str, work: list[SimulatedRequest]) -> float:
-    """Send everything on schedule; returns the monotonic time of the schedule's zero."""
+async def _replay(url: str, work: list[SimulatedRequest]) -> None:
+    """Send everything on schedule."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         while True:
@@ -86,11 +86,10 @@ async def _replay(url: str, work: list[SimulatedRequest]) -> float:
                 await asyncio.sleep(0.1)
         start_s = time.monotonic() + 0.5
         await asyncio.gather(*(_send(http, start_s, i, request) for i, request in enumerate(work)))
-    return start_s
 
 
-def real_time(world: World, work: list[SimulatedRequest], variant: str, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """TTFT and E2E of a real-time server's own log, from the intended send times."""
+def real_time(world: World, work: list[SimulatedRequest], variant: str, k: int) -> np.ndarray:
+    """Times of receipt, first and last token of each request in a real-time server's own log: a row for each of the three."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "world.json", Path(folder) / "truth.jsonl"
         file.write_text(dump_world(world))
@@ -98,27 +97,30 @@ def real_time(world: World, work: list[SimulatedRequest], variant: str, k: int) 
             port = sock.getsockname()[1]
         command = [sys.executable, "-m", "backends.simulated", "--world", str(file), "--port", str(port), "--truth", str(log)]
         with subprocess.Popen([*command, "--variant", variant, "--k", str(k)], stdout=subprocess.DEVNULL) as server:
-            start_s = asyncio.run(_replay(f"http://127.0.0.1:{port}", work))
+            asyncio.run(_replay(f"http://127.0.0.1:{port}", work))
             server.terminate()
         lines = {int(line["request_id"]): line for line in map(json.loads, log.read_text().splitlines())}
-    intended = np.array([start_s + request.arrival_s for request in work])
-    first, last = (np.array([lines[i][name] for i in range(len(work))]) for name in ("first_token_s", "last_token_s"))
+    times = np.array([[lines[i][name] for i in range(len(work))] for name in ("received_s", "first_token_s", "last_token_s")])
     late = np.array([lines[i]["first_token_s"] - lines[i]["model_first_s"] for i in range(len(work))])
     print(f"    first chunks left the server {np.median(late) * 1e3:.2f} ms (p95 {np.quantile(late, 0.95) * 1e3:.2f}) late")
-    return first - intended, last - intended
+    return times
 
 
 def agreement(count: int) -> None:
-    """Virtual time against real time on one trace: p50 and p95 of TTFT and E2E."""
+    """Virtual time against real time: p50 and p95 of TTFT and E2E for the requests as the server received them.
+
+    The virtual run takes the logged times of receipt, so that the client's own lateness is in neither.
+    """
     world = with_limits(PRESETS["small"](), prefix_caching=False)
-    rng = np.random.default_rng(3)
-    inputs = [min(tokens, 4000) for tokens in azure_inputs(rng, count)]
+    inputs = [min(tokens, 4000) for tokens in azure_inputs(np.random.default_rng(3), count)]
     for variant, k in (("off", 0), ("draft_model", 4)):
         work = at_utilisation(world, variant, k, 0.5, inputs, 64)
-        run: SimulatedRun = simulate(replace(world, seed=0), work, variant=variant, k=k)
+        received, first, last = real_time(world, work, variant, k)
+        order = np.argsort(received)
+        seen = [replace(work[i], arrival_s=float(received[i] - received.min())) for i in order]
+        run = simulate(world, seen, variant=variant, k=k)
         print(f"{variant} K={k}: {count} requests over {work[-1].arrival_s:.0f} s, mean batch {run.mean_batch:.1f}")
-        ttft_s, e2e_s = real_time(world, work, variant, k)
-        for name, virtual, real in (("TTFT", run.ttft_s, ttft_s), ("E2E", run.e2e_s, e2e_s)):
+        for name, virtual, real in (("TTFT", run.ttft_s, first - received), ("E2E", run.e2e_s, last - received)):
             for q in (0.5, 0.95):
                 a, b = float(np.quantile(virtual, q)), float(np.quantile(real, q))
                 print(f"    {name:4} p{q * 100:.0f}: virtual {a * 1e3:7.1f} ms, real time {b * 1e3:7.1f} ms, {b / a - 1:+.1%}")
