@@ -29,7 +29,7 @@ TEXTS = (
     "    for i in range(window, len(values)):\n        total += values[i] - values[i - window]\n"
     "        averages.append(total / window)\n    return averages",
     "Add the flour, the sugar and a pinch of salt to the bowl. Beat the eggs with the milk, pour them in slowly and stir until "
-    "the batter is smooth. Let it rest for half an hour, then bake it in a hot pan with a little butter, one minute on each side.",
+    "the batter is smooth. Let it rest for half an hour, then bake it in a hot pan with a little butter.",
 )
 
 
