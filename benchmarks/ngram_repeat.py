@@ -23,13 +23,13 @@ from backends.reference.options import EngineOptions
 from backends.serving import GenerationRequest
 
 TEXTS = (
-    "The harbour froze in the second week of January. Boats that had not been pulled ashore stood at odd angles in the grey ice, "
-    "and the ferry to the island was replaced by a man with a sledge, who charged by weight and refused to carry pianos.",
+    "The harbour froze in the second week of January. Boats that had not been pulled ashore stood at odd angles in the grey "
+    "ice, and the ferry to the island was replaced by a man with a sledge, who charged by weight and refused to carry pianos.",
     "def moving_average(values, window):\n    total = sum(values[:window])\n    averages = [total / window]\n"
     "    for i in range(window, len(values)):\n        total += values[i] - values[i - window]\n"
     "        averages.append(total / window)\n    return averages",
-    "Add the flour, the sugar and a pinch of salt to the bowl. Beat the eggs with the milk, pour them in slowly and stir until the "
-    "batter is smooth. Let it rest for half an hour, then bake it in a hot pan with a little butter, one minute on each side.",
+    "Add the flour, the sugar and a pinch of salt to the bowl. Beat the eggs with the milk, pour them in slowly and stir until "
+    "the batter is smooth. Let it rest for half an hour, then bake it in a hot pan with a little butter.",
 )
 
 
