@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
@@ -22,7 +22,7 @@ MAIN = {"engine_version": "1.3.0"}
 SERVE_FLAGS = {"--host", "--port", "--served_model_name", "--tp_size", "--max_batch_size", "--config"}
 
 
-class _Mode(str, Enum):
+class _Mode(StrEnum):
     FULL = "full"
     NO_TOPK = "no_topk"
     NO_TOPP = "no_topp"
@@ -60,12 +60,12 @@ SERVE = create_model(
     __config__=ConfigDict(extra="forbid"),
     kv_cache_config=(MODELS["KvCacheConfig"], ...),
     cuda_graph_config=(MODELS["DecodeCudaGraphConfig"], ...),
-    speculative_config=(Optional[dict[str, Any]], None),
+    speculative_config=(dict[str, Any] | None, None),
     enable_chunked_prefill=(bool, ...),
     disable_overlap_scheduler=(bool, ...),
     enable_iter_perf_stats=(bool, ...),
     return_perf_metrics=(bool, ...),
-    max_num_tokens=(Optional[int], None),
+    max_num_tokens=(int | None, None),
 )
 
 
@@ -168,7 +168,7 @@ def test_version_1_2_spells_mtp_by_layers_and_has_no_trees() -> None:
         "decoding_type": "MTP",
         "num_nextn_predict_layers": 2,
     }
-    with pytest.raises(ConfigError, match="a draft tree needs TensorRT-LLM a version after 1.2, this is 1.2.1"):
+    with pytest.raises(ConfigError, match=r"a draft tree needs TensorRT-LLM a version after 1\.2, this is 1\.2\.1"):
         start(config("eagle3", 5, draft="org/e", topk=4, num_draft_tokens=13, extra=old))
     with pytest.raises(ConfigError, match="variant 'suffix' needs"):
         start(config("suffix", 5, extra=old))
