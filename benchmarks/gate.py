@@ -1,11 +1,12 @@
-"""How often the gate is right: 1,000 gates of each scenario on a noise model whose truth is known.
+"""How often the gate is right: 1,000 gates of each scenario on the simulated engine in virtual time, whose truth is known.
 
     python -m benchmarks.gate [--gates 1000] [--scenario NAME] [--seed 0] [--json FILE]
 
-The model of one turn: tokens come at `tau` per step, so E2E = TTFT + (tokens − 1) ÷ tau × step. One factor for each turn, log-normal
-with the scenario's noise, and a drift over the whole gate multiply every time of the turn, as another start of a server or a
-neighbour on the machine would; each metric has 0.3 % of noise of its own. Acceptance of greedy answers on equal requests repeats
-exactly; the `sampled` scenarios draw it anew in each turn.
+Each turn is a closed-loop run of the simulated engine (chain drafter, K = 3, 16 requests at concurrency 8). One factor for each turn,
+log-normal with the scenario's noise, and a drift over the whole gate multiply every time of the turn, as another start of a server or a
+neighbour on the machine would; a closed loop has no clock of its own, so scaling its times is the same as running it slower. Each
+metric has 0.3 % of noise of its own. Greedy answers to equal requests repeat, so both sides draw the same luck of acceptance; the
+`sampled` scenario draws it anew in each turn.
 """
 
 from __future__ import annotations
@@ -14,74 +15,112 @@ import argparse
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from backends.simulated.virtual import SimulatedRequest, simulate
+from backends.simulated.world import Draft, TargetCost, World
 from harness.gate.metrics import key
 from harness.gate.session import run_session
 from harness.gate.types import Block, Rules, Sample
 
 BUDGET_S = 300.0
-START_S, TURN_S = 3.0, 3.2  # of the reference engine with the demo model; two starts and four turns are one block
-CONCURRENCY = 8
-OUTPUT_TOKENS = 48
+START_S, TURN_S = 3.0, 3.2  # assumed; two starts and four turns are one block, 16 blocks fit
+CONCURRENCY, REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 16, 120, 48
+PARTS = 6  # of the trace, sent in turn
+SAMPLED_DRAWS = 200
 OWN_NOISE = 0.003
 
+COST = TargetCost(fixed_s=0.004, weights_s=0.020, token_s=0.0004, prefill_token_s=0.0002)
+RATES = (0.85, 0.70, 0.55)
 
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """One side without noise."""
 
-    position_rates: tuple[float, ...] = (0.85, 0.7, 0.55)
-    step_s: float = 0.040
-    ttft_s: float = 0.120
-
-    @property
-    def tau(self) -> float:
-        return 1.0 + math.fsum(self.position_rates)
+def world(rates: tuple[float, ...] = RATES, slow: float = 1.0, slow_step: float = 1.0) -> World:
+    """`slow` multiplies all times, `slow_step` those of decode steps alone."""
+    cost = TargetCost(
+        fixed_s=COST.fixed_s * slow * slow_step,
+        weights_s=COST.weights_s * slow * slow_step,
+        token_s=COST.token_s * slow * slow_step,
+        prefill_token_s=COST.prefill_token_s * slow,
+    )
+    draft = Draft({"default": rates}, pass_s=0.001 * slow * slow_step)
+    return World("gate", cost, drafts={"draft_model": draft})
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     name: str
-    candidate: Truth
+    candidate: World
     noise: float
     expect: str
     drift: float = 0.0  # times at the end of the budget ÷ at its beginning − 1
-    tau_noise: float = 0.0  # sampled answers: acceptance differs from turn to turn
-    cause: str | None = None
+    sampled: bool = False
+    late_first_token: float = 1.0  # multiplies the candidate's TTFT
+    causes: frozenset[str] = frozenset()
 
 
-BASE = Truth()
-SLOW = replace(BASE, step_s=BASE.step_s * 1.0575)  # with the TTFT unchanged this is 5 % of E2E
-FAULT = replace(BASE, position_rates=(0.80, 0.65, 0.50))  # tau 3.10 → 2.95
+def fallen_tau(by: float) -> World:
+    """The base with its position rates lower by `by` in sum, spread evenly."""
+    return world(tuple(rate - by / len(RATES) for rate in RATES))
 
+
+BASE = world()
+TAU_FAULT = fallen_tau(0.134)  # on these parts of the trace tau falls by 0.15: 3.01 → 2.86
 SCENARIOS = (
     Scenario("A/A, 2 % noise", BASE, 0.02, "pass >= 90 %, red <= 1 %"),
     Scenario("A/A, 2 % noise, drift 20 %", BASE, 0.02, "red <= 1 %", drift=0.2),
     Scenario("A/A, 11 % noise", BASE, 0.11, "red <= 1 %"),
     Scenario("A/A, 11 % noise, drift 20 %", BASE, 0.11, "red <= 1 %", drift=0.2),
-    Scenario("A/A, sampled, 2 % noise", BASE, 0.02, "red <= 1 %", tau_noise=0.02),
-    Scenario("E2E +5 %, 2 % noise", SLOW, 0.02, "red >= 95 %", cause="step_cost"),
-    Scenario("E2E +5 %, 11 % noise", SLOW, 0.11, "never a pass", cause="step_cost"),
-    Scenario("tau -0.15, 2 % noise", FAULT, 0.02, "red >= 99 %", cause="acceptance"),
-    Scenario("tau -0.15, 11 % noise", FAULT, 0.11, "red >= 99 %", cause="acceptance"),
-    Scenario("tau -0.15, sampled, 2 % noise", FAULT, 0.02, "red >= 99 %", tau_noise=0.01, cause="acceptance"),
-    Scenario("TTFT x 1.6, 2 % noise", replace(BASE, ttft_s=BASE.ttft_s * 1.6), 0.02, "red", cause="prefill_or_queue"),
+    Scenario("A/A, sampled, 2 % noise", BASE, 0.02, "red <= 1 %", sampled=True),
+    Scenario("E2E +5 %, 2 % noise", world(slow=1.05), 0.02, "red >= 95 %", causes=frozenset({"step_cost"})),
+    Scenario("E2E +5 %, 11 % noise", world(slow=1.05), 0.11, "never a pass", causes=frozenset({"step_cost"})),
+    Scenario("tau -0.15, 2 % noise", TAU_FAULT, 0.02, "red >= 99 %", causes=frozenset({"acceptance"})),
+    Scenario("tau -0.15, 11 % noise", TAU_FAULT, 0.11, "red >= 99 %", causes=frozenset({"acceptance"})),
+    Scenario("step +8 %, 2 % noise", world(slow_step=1.08), 0.02, "red", causes=frozenset({"step_cost"})),
+    Scenario("TTFT x 1.6, 2 % noise", BASE, 0.02, "red", late_first_token=1.6, causes=frozenset({"prefill_or_queue"})),
     Scenario(
-        "step +8 % and tau -0.3", replace(BASE, step_s=0.0432, position_rates=(0.75, 0.6, 0.45)), 0.02, "red", cause="both"
+        "step +8 % and tau -0.3, 2 % noise",
+        world(tuple(r - 0.1 for r in RATES), slow_step=1.08),
+        0.02,
+        "red",
+        causes=frozenset({"acceptance", "step_cost"}),
     ),
 )
+
+
+class Engine:
+    """Noise-free turns of a world, each simulated once."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._turns: dict[int, dict[str, float]] = {}
+
+    def turn(self, luck: int) -> dict[str, float]:
+        if luck not in self._turns:
+            requests = [SimulatedRequest(0.0, INPUT_TOKENS, OUTPUT_TOKENS)] * REQUESTS
+            run = simulate(self.world, requests, variant="draft_model", k=len(RATES), concurrency=CONCURRENCY, seed=luck)
+            steps = int(run.decode_steps.sum())
+            self._turns[luck] = {
+                "tau": (int(run.output_tokens.sum()) - REQUESTS) / steps,
+                **{f"position_{i + 1}": n / steps for i, n in enumerate(run.counters.accepted_per_position or ())},
+                "step": float((run.last_token_s - run.first_token_s).sum()) / steps,
+                "e2e_p50": float(np.median(run.e2e_s)),
+                "tpot_p50": float(np.median(run.tpot_s)),
+                "ttft_p50": float(np.median(run.ttft_s)),
+                "throughput": run.output_tokens_per_s,
+            }
+        return self._turns[luck]
 
 
 class NoisySource:
     """Blocks of a scenario, in virtual time."""
 
-    def __init__(self, scenario: Scenario, rng: np.random.Generator) -> None:
+    def __init__(self, scenario: Scenario, baseline: Engine, candidate: Engine, rng: np.random.Generator) -> None:
         self.scenario = scenario
+        self.engines = (baseline, candidate)
         self.rng = rng
         self.now_s = 0.0
 
@@ -90,28 +129,24 @@ class NoisySource:
 
     def block(self, number: int) -> Block:
         self.now_s += 2 * START_S
-        a1, b1, b2, a2 = (self._turn(truth) for truth in (BASE, self.scenario.candidate, self.scenario.candidate, BASE))
+        a1, b1, b2, a2 = (self._turn(side, number) for side in (0, 1, 1, 0))
         return Block((a1, a2), (b1, b2))
 
-    def _turn(self, truth: Truth) -> Sample:
+    def _turn(self, side: int, number: int) -> Sample:
         scenario, normal = self.scenario, self.rng.standard_normal
         self.now_s += TURN_S
+        luck = int(self.rng.integers(SAMPLED_DRAWS)) if scenario.sampled else number % PARTS
+        values = dict(self.engines[side].turn(luck))
+        if side:
+            later_s = (scenario.late_first_token - 1) * values["ttft_p50"]
+            values["throughput"] *= values["e2e_p50"] / (values["e2e_p50"] + later_s)
+            values["ttft_p50"] += later_s
+            values["e2e_p50"] += later_s
         slow = math.exp(scenario.noise * normal()) * (1 + scenario.drift * self.now_s / BUDGET_S)
-        lucky = math.exp(scenario.tau_noise * normal())
-        rates = [min(1.0, rate * lucky) for rate in truth.position_rates]
-        tau = 1 + math.fsum(rates)
-        step, ttft = truth.step_s * slow, truth.ttft_s * slow
-        e2e = ttft + (OUTPUT_TOKENS - 1) / tau * step
-        values = {
-            "tau": tau,
-            **{f"position_{i + 1}": rate for i, rate in enumerate(rates)},
-            "step": step * math.exp(OWN_NOISE * normal()),
-            "e2e_p50": e2e * math.exp(OWN_NOISE * normal()),
-            "tpot_p50": step / tau * math.exp(OWN_NOISE * normal()),
-            "ttft_p50": ttft * math.exp(OWN_NOISE * normal()),
-            "throughput": CONCURRENCY * OUTPUT_TOKENS / e2e * math.exp(OWN_NOISE * normal()),
-        }
-        return Sample({key(name, CONCURRENCY): value for name, value in values.items()}, requests=16)
+        for name in ("step", "e2e_p50", "tpot_p50", "ttft_p50"):
+            values[name] *= slow * math.exp(OWN_NOISE * normal())
+        values["throughput"] /= slow * math.exp(OWN_NOISE * normal())
+        return Sample({key(name, CONCURRENCY): value for name, value in values.items()}, requests=REQUESTS)
 
 
 def rates_of(scenario: Scenario, gates: int, seed: int) -> dict[str, Any]:
@@ -119,12 +154,12 @@ def rates_of(scenario: Scenario, gates: int, seed: int) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
     right = 0
     pairs, seconds, needed = [], [], []
-    wanted = {"both": {"acceptance", "step_cost"}}.get(scenario.cause or "", {scenario.cause})
+    baseline, candidate = Engine(BASE), Engine(scenario.candidate)
     for gate in range(gates):
-        source = NoisySource(scenario, np.random.default_rng([seed, gate]))
+        source = NoisySource(scenario, baseline, candidate, np.random.default_rng([seed, gate]))
         run = run_session(source, Rules(), BUDGET_S)
         outcomes[run.verdict.outcome] += 1
-        right += run.verdict.outcome == "regression" and set(run.verdict.causes) == wanted
+        right += run.verdict.outcome == "regression" and set(run.verdict.causes) == scenario.causes
         pairs.append(run.verdict.pairs)
         seconds.append(run.elapsed_s)
         if run.verdict.pairs_needed is not None:
@@ -136,7 +171,7 @@ def rates_of(scenario: Scenario, gates: int, seed: int) -> dict[str, Any]:
         "pass": outcomes["pass"] / gates,
         "regression": red / gates,
         "inconclusive": outcomes["inconclusive"] / gates,
-        "cause_right": right / red if red and scenario.cause else None,
+        "cause_right": right / red if red and scenario.causes else None,
         "median_pairs": float(np.median(pairs)),
         "median_s": float(np.median(seconds)),
         "longest_s": max(seconds),

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import orjson
 from rich.console import Console
-from workloads.profile import profile
-from workloads.render import profile_svg, render_profile
-from workloads.scrub import scrub
 
 from backends.preflight import preflight
 from backends.reference.tokenizer import Tokenizer
@@ -17,6 +14,9 @@ from harness.context import prompt_ids
 from harness.job import facts_of, resolve_model
 from harness.offline import Acceptance, ngram_acceptance, pool, record, suffix_acceptance
 from workloads.load import load_trace
+from workloads.profile import profile
+from workloads.render import profile_svg, render_profile
+from workloads.scrub import scrub
 from workloads.types import Trace
 
 

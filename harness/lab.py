@@ -17,14 +17,13 @@ from backends.types import BackendError, Endpoint, Launch, ServingConfig
 from harness.environment import environment
 from harness.measure import measure, records_table
 from harness.progress import RunProgress
-from harness.replay import ReplayOptions, replay
+from harness.replay import Replay, ReplayOptions, replay
 from harness.settings import RunSettings
 from harness.smoke import Output, smoke_requests, smoke_test
 from harness.store import RunStore, Trial, measurement_fields, model_identity, trial_key
 from harness.types import Load, Measurement, Role
 from harness.warmup import warm_up
 from workloads.types import Request, Trace
-
 
 ATTEMPTS = 2
 """A load whose measurement is not valid (the client sent late, a counter was reset) is sent once more, and said so."""
@@ -233,9 +232,10 @@ class Lab:
         return {"seconds": seconds, "gpu_seconds": seconds * self._gpus}
 
 
-async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Any:
-    await warm_up(endpoint, requests, load, options)
-    return await replay(endpoint, requests, load, options)
+async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:
+    warmed = await warm_up(endpoint, requests, load, options)
+    result = await replay(endpoint, requests, load, options)
+    return replace(result, warnings=(*warmed.warnings, *result.warnings))
 
 
 def _with_server_warnings(measurement: Measurement, endpoint: Endpoint) -> dict[str, Any]:

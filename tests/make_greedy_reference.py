@@ -48,7 +48,8 @@ def main() -> None:
         )
         gaps = [float(top[0] - top[1]) for top in (step[0].topk(2).values for step in made.logits)]
         smallest_gap = min(smallest_gap, *gaps)
-        entries.append({"source": source, "messages": [{"role": "user", "content": text}], "output_ids": made.sequences[0, len(prompt) :].tolist()})
+        output = made.sequences[0, len(prompt) :].tolist()
+        entries.append({"source": source, "messages": [{"role": "user", "content": text}], "output_ids": output})
     OUT.parent.mkdir(parents=True, exist_ok=True)
     head = {"model": MODEL_NAME, "dtype": "float32", "max_new_tokens": NEW_TOKENS, "smallest_top2_logit_gap": smallest_gap}
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,9 +84,9 @@ def _blocks(text: str, salt: bytes) -> list[bytes]:
 
 def _repetition(words: Sequence[str], known: Sequence[str] = ()) -> float:
     """Share of the pairs of neighbouring words that occurred before, in the text itself or in `known`."""
-    seen = set(zip(known, known[1:], strict=False))
+    seen = set(itertools.pairwise(known))
     repeated = 0
-    for pair in zip(words, words[1:], strict=False):
+    for pair in itertools.pairwise(words):
         repeated += pair in seen
         seen.add(pair)
     return round(repeated / max(len(words) - 1, 1), 4)

@@ -144,7 +144,7 @@ def _inconclusive(comparisons: Sequence[Comparison], blocks: int, progress: Prog
         return f"inconclusive: {_labels(progress.suspects, comparisons)} looked worse, and fresh pairs did not confirm it"
     open_rows = [c for c in comparisons if c.required and c.status != "equal"]
     if not open_rows:
-        return f"inconclusive: too few pairs ({2 * blocks})"
+        return f"inconclusive: too few pairs ({2 * blocks}) within the budget"
     widest = max(open_rows, key=lambda c: c.noise or 0.0)
     noise = "" if widest.noise is None else f"; its noise is {percent(widest.noise)} per two pairs"
     return f"inconclusive: {change_text(widest)}{noise}"

@@ -19,6 +19,7 @@ from backends.types import BackendError, Endpoint
 from harness.client import ReplayOptions
 from harness.environment import environment
 from harness.gate.sample import sample_of
+from harness.gate.session import OutOfTime
 from harness.gate.sides import Side, checkout, remove_checkout
 from harness.gate.types import Block, Sample
 from harness.gate.workload import Workload
@@ -30,6 +31,10 @@ from workloads.types import Request
 
 ATTEMPTS = 2
 """A block that could not be measured (a start that failed, an invalid load) is measured once more before it counts."""
+
+
+BUDGET_SLACK = 1.05
+"""A block is given up where it would end later than this share of the budget."""
 
 
 class CandidateDown(BackendError):
@@ -107,10 +112,11 @@ class Servers:
 class LiveSource:
     """Measures blocks on two sides. Each block has servers of its own, except where a side is a server that already runs."""
 
-    def __init__(self, baseline: Side, candidate: Side, workload: Workload, servers: Servers) -> None:
+    def __init__(self, baseline: Side, candidate: Side, workload: Workload, servers: Servers, budget_s: float) -> None:
         self.sides = {"baseline": baseline, "candidate": candidate}
         self.workload = workload
         self.servers = servers
+        self.budget_s = budget_s
         self.began_s = time.monotonic()
 
     def elapsed_s(self) -> float:
@@ -121,6 +127,7 @@ class LiveSource:
         Raises:
             CandidateDown: the candidate could not be measured twice.
             BackendError: the baseline could not be, or failed requests twice.
+            OutOfTime: the block would not end within the budget.
         """
         a1, b1, b2, a2 = self.turns(number, ("baseline", "candidate", "candidate", "baseline"))
         return Block((a1, a2), (b1, b2))
@@ -131,10 +138,16 @@ class LiveSource:
         for attempt in range(1, ATTEMPTS + 1):
             self.servers.stop_all()
             name = order[0]
-            samples = []
+            samples: list[Sample] = []
+            shortest_s = 0.0  # of the turns so far: one without a server's start, if there was any
             try:
                 for name in order:
+                    if self.elapsed_s() + shortest_s * (len(order) - len(samples)) > self.budget_s * BUDGET_SLACK:
+                        raise OutOfTime
+                    begun_s = self.elapsed_s()
                     samples.append(self._turn(name, part))
+                    took_s = self.elapsed_s() - begun_s
+                    shortest_s = min(shortest_s, took_s) if shortest_s else took_s
             except BackendError as error:
                 if attempt < ATTEMPTS:
                     continue

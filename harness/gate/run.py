@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from backends.types import ConfigError
+from backends.types import BackendError, ConfigError
 from harness.environment import environment
 from harness.gate.explain import CAUSE_WORDS
 from harness.gate.live import CandidateDown, LiveSource, Servers, runs_both_at_once
@@ -34,7 +34,7 @@ class Profile:
 
 
 PROFILES: Mapping[str, Profile] = {
-    "pr": Profile(budget_s=300.0, requests_per_turn=16, batch_sizes=(8,), max_output_tokens=32, max_blocks=16),
+    "pr": Profile(budget_s=300.0, requests_per_turn=8, batch_sizes=(4,), max_output_tokens=24, max_blocks=16),
     "nightly": Profile(budget_s=3600.0, requests_per_turn=48, batch_sizes=(1, 8), max_output_tokens=None, max_blocks=48),
 }
 
@@ -109,7 +109,7 @@ def run_gate(settings: GateSettings) -> int:
     first = parse_side("--baseline", baseline, endpoint_backend=settings.endpoint_backend)
     check_side("--baseline", first, workload.facts())
     with Servers(Path(settings.out) / "servers", both_at_once=runs_both_at_once(first, candidate)) as servers:
-        live = LiveSource(first, candidate, workload, servers)
+        live = LiveSource(first, candidate, workload, servers, limits.budget_s)
         warnings = _unrestarted(first, candidate)
         return _finish(settings, settings.rules, live, first.to_dict(), candidate, warnings)
 
@@ -118,8 +118,10 @@ def _record(settings: GateSettings, workload: Workload, side: Side) -> int:
     check_side("--baseline", side, workload.facts())
     path = Path(settings.record or "")
     with Servers(Path(settings.out) / "servers", both_at_once=True) as servers:
-        live = LiveSource(side, side, workload, servers)
+        live = LiveSource(side, side, workload, servers, settings.limits.budget_s)
         blocks = record(live, blocks=settings.limits.max_blocks, budget_s=settings.limits.budget_s)
+    if not blocks:
+        raise BackendError(f"--budget {settings.limits.budget_s:.0f}s was over before one block was measured: give more")
     StoredBaseline(side.to_dict(), workload.to_dict(), environment(), _now(), blocks).write(path)
     print(f"recorded {len(blocks)} blocks of {side.label}: {path}")
     return 0
@@ -133,7 +135,7 @@ def _against_stored(settings: GateSettings, workload: Workload, path: Path, cand
     side = {**stored.side, "label": f"{stored.side['label']} (recorded {stored.created} in {path.name})"}
     warnings = ("compared with a stored baseline: a machine that became slower since then looks like a regression",)
     with Servers(Path(settings.out) / "servers", both_at_once=True) as servers:
-        live = LiveSource(candidate, candidate, workload, servers)
+        live = LiveSource(candidate, candidate, workload, servers, settings.limits.budget_s)
         return _finish(settings, rules, StoredSource(stored, live), side, candidate, warnings)
 
 

@@ -10,11 +10,19 @@ from harness.gate.decide import LOOKS, confirming, decide
 from harness.gate.types import Block, Progress, Rules, Verdict
 
 
+class OutOfTime(Exception):
+    """A block was given up because what it took so far says that it would not end within the budget."""
+
+
 class Source(Protocol):
     """Where blocks come from."""
 
     def block(self, number: int) -> Block:
-        """Measure block `number` (from 0)."""
+        """Measure block `number` (from 0).
+
+        Raises:
+            OutOfTime: it would not end within the budget.
+        """
         ...
 
     def elapsed_s(self) -> float:
@@ -42,12 +50,16 @@ def run_session(
     longest_s = 0.0
     while True:
         begun_s = source.elapsed_s()
-        blocks.append(source.block(len(blocks)))
+        try:
+            blocks.append(source.block(len(blocks)))
+            out_of_time = False
+        except OutOfTime:
+            out_of_time = True
         now_s = source.elapsed_s()
         longest_s = max(longest_s, now_s - begun_s)
         used = max(now_s / budget_s, len(blocks) / rules.max_blocks)
-        out_of_time, out_of_blocks = now_s + longest_s > budget_s, len(blocks) >= rules.max_blocks
-        last = out_of_time or out_of_blocks
+        out_of_time |= now_s + longest_s > budget_s
+        last = out_of_time or len(blocks) >= rules.max_blocks
         if not last and not _look_due(used, len(blocks), progress, rules):
             continue
         step = decide(blocks, progress, 1.0 if last else used, rules)

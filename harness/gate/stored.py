@@ -10,6 +10,7 @@ from typing import Any
 
 from backends.types import ConfigError
 from harness.gate.live import LiveSource
+from harness.gate.session import OutOfTime
 from harness.gate.types import Block, Sample
 from harness.gate.workload import Workload
 
@@ -102,7 +103,10 @@ def record(live: LiveSource, *, blocks: int, budget_s: float) -> tuple[tuple[Sam
     longest_s = 0.0
     while len(found) < blocks and live.elapsed_s() + longest_s <= budget_s:
         begun_s = live.elapsed_s()
-        first, second = live.turns(len(found), ("baseline", "baseline"))
+        try:
+            first, second = live.turns(len(found), ("baseline", "baseline"))
+        except OutOfTime:
+            break
         found.append((first, second))
         longest_s = max(longest_s, live.elapsed_s() - begun_s)
     return tuple(found)

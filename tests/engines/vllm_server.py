@@ -20,8 +20,8 @@ from backends.process import Server, free_port
 from backends.types import Endpoint, ServingConfig, SpecCounters
 
 ROOT = Path(__file__).parents[2]
-FLAGS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "enable_per_request_metrics": True,
-         "per_request_spec_decode_metrics": "detailed"}  # fmt: skip
+FLAGS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024}
+DETAILS = {"enable_per_request_metrics": True, "per_request_spec_decode_metrics": "detailed"}  # refused without speculation
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -35,7 +35,7 @@ def python() -> str:
 def config(
     model: Path, variant: str = "off", k: int = 0, *, flags: Mapping[str, Any] | None = None, **changes: Any
 ) -> ServingConfig:
-    extra = {**FLAGS, "env": ENV, **(flags or {})}
+    extra = {**FLAGS, **({} if variant == "off" else DETAILS), "env": ENV, **(flags or {})}
     return ServingConfig(
         **{"backend": "vllm", "model": str(model), "variant": variant, "k": k, "max_num_seqs": 16, "extra": extra, **changes}
     )

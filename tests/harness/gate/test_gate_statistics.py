@@ -1,6 +1,7 @@
 """Error control: what the looks spend, Holm's correction, t-tests with known answers."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -33,7 +34,7 @@ def test_values_that_never_vary_are_certain() -> None:
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=12))
 def test_no_sequence_of_looks_spends_more_than_alpha(fractions: list[float]) -> None:
     looks = [0.0, *sorted(fractions)]
-    assert sum(level(0.05, a, b) for a, b in zip(looks, looks[1:], strict=False)) <= 0.05 + 1e-12
+    assert sum(level(0.05, a, b) for a, b in pairwise(looks)) <= 0.05 + 1e-12
 
 
 def test_the_last_look_has_what_the_others_left() -> None:

@@ -1,0 +1,76 @@
+"""Gates on real servers with a tiny random model: the budget holds, files appear, exit codes are those of the contract."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from backends.types import BackendError, ConfigError
+from harness.gate.cli import gate
+from harness.gate.live import LiveSource, Servers
+from harness.gate.session import OutOfTime
+from harness.gate.sides import parse_side
+from harness.gate.workload import Workload
+from workloads.load import load_trace
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    rows = [{"prompt": f"again and again number {i % 4} again", "max_tokens": 8, "temperature": 0} for i in range(12)]
+    path = tmp_path / "loop.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_candidate_that_does_not_start_is_red(tmp_path: Path, trace: str, tiny_model: Path) -> None:
+    side = f"--model {tiny_model} --variant ngram --k 2"
+    code = gate(
+        baseline=side,
+        candidate=f"{side} --base-args '--no-such-flag'",
+        trace=trace,
+        requests=4,
+        batch_sizes="2",
+        budget="60s",
+        out=str(tmp_path / "out"),
+    )
+    assert code == 3
+    found = json.loads((tmp_path / "out" / "gate.json").read_text())
+    assert found["causes"] == ["server"]
+
+
+def test_a_baseline_that_does_not_start_is_no_verdict(tmp_path: Path, trace: str, tiny_model: Path) -> None:
+    side = f"--model {tiny_model} --base-args '--no-such-flag'"
+    with pytest.raises(BackendError, match="baseline: "):
+        gate(baseline=side, candidate=side, trace=trace, requests=4, batch_sizes="2", budget="60s", out=str(tmp_path / "out"))
+
+
+def test_a_block_that_cannot_end_within_the_budget_is_given_up(tmp_path: Path, trace: str, tiny_model: Path) -> None:
+    side = parse_side("--baseline", f"--model {tiny_model}")
+    with Servers(tmp_path, both_at_once=True) as servers:
+        live = LiveSource(side, side, Workload(load_trace(trace), (2,), 4, 8), servers, budget_s=0.5)
+        with pytest.raises(OutOfTime):
+            live.block(0)
+
+
+@pytest.mark.slow
+def test_recording_and_comparing_with_the_recording(tmp_path: Path, trace: str, tiny_model: Path) -> None:
+    side = f"--model {tiny_model} --variant ngram --k 2"
+    stored, out = tmp_path / "baseline.json", tmp_path / "out"
+    common = {"trace": trace, "requests": 4, "batch_sizes": "2", "budget": "30s"}
+    assert gate(baseline=side, record=str(stored), out=str(tmp_path / "record"), **common) == 0
+    recorded = json.loads(stored.read_text())
+    assert recorded["environment"]["fingerprint"].startswith("sha256:")
+    began = time.monotonic()
+    code = gate(baseline=str(stored), candidate=side, out=str(out), **common)
+    took_s = time.monotonic() - began
+    assert code in (0, 4)  # equal sides are never red; whether they pass is for the noise of this machine to say
+    found = json.loads((out / "gate.json").read_text())
+    assert found["exit_code"] == code
+    assert found["elapsed_s"] <= 33.0
+    assert took_s < 45.0  # the servers' end included
+    assert next(m for m in found["metrics"] if m["key"] == "tau@2")["status"] in ("equal", "unclear")
+    recorded["environment"]["host"]["cpu"] = "another"
+    stored.write_text(json.dumps(recorded))
+    with pytest.raises(ConfigError, match=r"environment\.host\.cpu was another"):
+        gate(baseline=str(stored), candidate=side, out=str(out), **common)
