@@ -57,7 +57,7 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
     try:
         while len(waves) < MAX_WAVES and not stable:
             step_s = _step_s(await _wave(sender, requests, users, len(waves)))
-            if step_s is None:
+            if not step_s:  # unknown, or every answer came in one piece
                 break
             stable = bool(waves) and abs(step_s / min(waves) - 1) <= TOLERANCE
             waves.append(step_s)
