@@ -31,6 +31,7 @@ app = typer.Typer(
     ),
 )
 
+INTERRUPTED = 130
 _WORK, _ENGINE, _GRID, _SEARCH, _OUT = "Workload", "Engine and models", "What to try", "Search", "Output"
 
 
@@ -70,6 +71,14 @@ def tune(
     ] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="Engine to measure; repeat for more (default: reference).", rich_help_panel=_ENGINE)
+    ] = None,
+    endpoint: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure a server that already runs: off=URL, eagle3=URL; repeat.", rich_help_panel=_ENGINE),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="Name of the environment variable that holds the servers' API key.", rich_help_panel=_ENGINE),
     ] = None,
     engine: Annotated[
         list[str] | None, typer.Option(help="Where an engine lives: NAME=PYTHON_OR_COMMAND.", rich_help_panel=_ENGINE)
@@ -162,6 +171,8 @@ def tune(
         engines={
             name: st.parse_command("--engine", command) for name, command in st.parse_pairs("--engine", engine or []).items()
         },
+        endpoints=_endpoints(endpoint or []),
+        api_key_env=api_key_env,
         base_args=st.parse_command("--base-args", base_args),
         model=model,
         drafts=st.parse_pairs("--draft", draft or []),
@@ -217,15 +228,96 @@ def report(directories: Annotated[list[Path], typer.Argument(help="Run directori
     typer.echo(f"report: {directories[0] / 'report.html'}")
 
 
+@app.command()
+def inspect(
+    trace: Annotated[Path, typer.Argument(help="Trace file.")],
+    json: Annotated[bool, typer.Option("--json", help="Print plain data instead of tables.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of arrivals and lengths (SVG).")] = None,
+    scrub: Annotated[
+        Path | None, typer.Option(help="Write a shareable copy: lengths, arrivals, prefix structure; no text.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model directory (or 'demo') whose tokenizer counts recorded outputs.")] = "",
+    format: Annotated[str | None, typer.Option(help="Format of the trace instead of the detected one.")] = None,
+    time_unit: Annotated[str | None, typer.Option(help="Unit of the trace's times: s, ms, us, ns.")] = None,
+) -> None:
+    """Show what a trace holds, and the acceptance that n-gram and suffix drafting would have had on it. Starts no engine."""
+    from harness.inspection import inspect_trace
+
+    inspect_trace(trace, as_json=json, plot=plot, scrub_to=scrub, model=model or None, format=format, time_unit=time_unit)
+
+
+@app.command()
+def preflight(
+    model: Annotated[str, typer.Option(help="Target: directory, cached hub id, or 'demo'.")],
+    draft: Annotated[list[str] | None, typer.Option(help="Draft checkpoint: VARIANT=ID_OR_PATH.")] = None,
+    backend: Annotated[str, typer.Option(help="Engine that would run it.")] = "vllm",
+    k: Annotated[int, typer.Option("--k", help="Draft tokens per step.", min=1)] = 4,
+    trace: Annotated[str | None, typer.Option(help="Trace to check lengths and sampling parameters against.")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="Memory of one GPU, to predict the KV cache.", min=1)] = None,
+) -> int:
+    """Check draft and target against each other without a GPU or a server. Exit code 1 where a check fails."""
+    from harness.inspection import print_preflight
+
+    drafts = st.parse_pairs("--draft", draft or [])
+    return print_preflight(model, drafts, backend=backend, k=k, trace=trace, gpu_memory_gib=gpu_memory_gib)
+
+
+@app.command()
+def gate(
+    baseline: Annotated[str | None, typer.Option(help="baseline.json, an endpoint URL, or quoted tune options.")] = None,
+    candidate: Annotated[str | None, typer.Option(help="An endpoint URL, or quoted tune options.")] = None,
+    record: Annotated[str | None, typer.Option(help="Write the candidate's measurement as a baseline to FILE.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Trace to replay (default: the bundled sample).")] = None,
+    profile: Annotated[str, typer.Option(help="pr or nightly.")] = "pr",
+    budget: Annotated[str | None, typer.Option(help="Time for the whole gate: 5m.")] = None,
+    out: Annotated[str, typer.Option(help="Folder for junit.xml, gate.json, gate.md.")] = "runs/gate",
+    band: Annotated[float, typer.Option(help="Change that matters in practice.", min=0.001, max=1)] = 0.03,
+    batch_sizes: Annotated[str | None, typer.Option(help="Closed-loop concurrencies.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests of a load.", min=2)] = None,
+    max_output_tokens: Annotated[int | None, typer.Option(help="Cut every answer at N tokens.", min=2)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and order.")] = 0,
+) -> int:
+    """Compare two settings for a performance regression. Exit code 0 pass, 3 regression, 4 inconclusive."""
+    from harness.gate.cli import gate as run_gate
+
+    return run_gate(
+        baseline=baseline,
+        candidate=candidate,
+        record=record,
+        trace=trace,
+        profile=profile,
+        budget=budget,
+        out=out,
+        band=band,
+        batch_sizes=batch_sizes,
+        requests=requests,
+        max_output_tokens=max_output_tokens,
+        seed=seed,
+    )
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
     backend: Annotated[str, typer.Option(help="reference or simulated.")] = "reference",
+    model: Annotated[str, typer.Option(help="Model directory, or 'demo', for the reference engine.")] = "demo",
 ) -> None:
     """Run the reference or simulated engine as an OpenAI-compatible server on 127.0.0.1; further options go to the engine."""
+    from harness.job import resolve_model
+
     if backend not in ("reference", "simulated"):
         raise ConfigError(f"serve: --backend is reference or simulated, not '{backend}'")
-    os.execv(sys.executable, [sys.executable, "-m", f"backends.{backend}", *context.args])
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    arguments = ["--model", resolve_model(model), *context.args] if backend == "reference" else context.args
+    os.execve(sys.executable, [sys.executable, "-m", f"backends.{backend}", *arguments], {**os.environ, "PYTHONPATH": path})
+
+
+def _endpoints(items: list[str]) -> dict[str, str]:
+    """off=URL, eagle3=URL; a bare URL is off."""
+    from backends.endpoints import parse_endpoint
+
+    pairs = [parse_endpoint(item) for item in items]
+    return {name or "off": url for name, url in pairs}
 
 
 def _default_out(trace: str) -> Path:
@@ -246,8 +338,9 @@ def main() -> int:
         print(f"tune.py: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, click.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer turns Ctrl-C into this code by itself
         print("tune.py: interrupted; the same command with the same --out goes on where it stopped", file=sys.stderr)
-        return 130
     return code if isinstance(code, int) else 0
 
 

@@ -41,6 +41,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         r"|are not currently supported|unknown speculative method|Illegal instruction|cannot be used with|only supports?\b"
         r"|is not supported for (the )?current|requires a CUDA|is required for|no kernel image is available",
     ),
+    ("bad_flag", r"^\s*Value error, "),  # pydantic: settings that contradict each other
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
 _WARNING = re.compile(r"\b(WARNING|INFO|DEBUG)\b|Warning:")

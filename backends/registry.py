@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backends import vllm
+from backends import sglang, tensorrt_llm, vllm
 from backends.reference import adapter as reference
 from backends.simulated import adapter as simulated
 from backends.types import Adapter
@@ -12,5 +12,7 @@ from backends.types import Adapter
 ADAPTERS: Mapping[str, Adapter] = {
     "reference": reference,
     "vllm": vllm,
+    "sglang": sglang,
+    "tensorrt_llm": tensorrt_llm,
     "simulated": simulated,
 }

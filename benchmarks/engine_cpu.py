@@ -31,8 +31,22 @@ ROWS: dict[str, dict[str, Any]] = {
     "ngram K=4": {"variant": "ngram", "k": 4},
     "self-int4 K=4": {"variant": "draft_model", "k": 4, "draft": "self-int4"},
 }
-TOPICS = ("a lighthouse", "binary search", "the French Revolution", "growing tomatoes", "compound interest", "a lost dog", "DNS", "jazz")
-ASKS = ("Explain {} to a child.", "Write a short story about {}.", "List five facts about {}.", "Write a Python function about {}.")
+TOPICS = (
+    "a lighthouse",
+    "binary search",
+    "the French Revolution",
+    "growing tomatoes",
+    "compound interest",
+    "a lost dog",
+    "DNS",
+    "jazz",
+)
+ASKS = (
+    "Explain {} to a child.",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "Write a Python function about {}.",
+)
 
 
 def prompts(engine: Engine, count: int) -> list[list[int]]:
@@ -65,7 +79,10 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(n) for n in args.concurrency.split(",")]
     rows = [name for name in ROWS if any(name.startswith(wanted) for wanted in args.only.split(","))]
-    engines = {name: Engine(EngineOptions(demo_model_dir(), max_num_seqs=max(sizes), max_model_len=1024, **ROWS[name])) for name in rows}
+    engines = {
+        name: Engine(EngineOptions(demo_model_dir(), max_num_seqs=max(sizes), max_model_len=1024, **ROWS[name]))
+        for name in rows
+    }
     for engine in engines.values():
         engine.warm_up()
     results: dict[tuple[str, int], list[tuple[float, float]]] = {}

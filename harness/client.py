@@ -36,7 +36,7 @@ class ReplayOptions:
     load_deadline_s: float | None = None  # what is not finished by then is cancelled
     prefix_cache: Literal["cold", "as_found"] = "cold"
     """cold: the server is asked to empty its prefix cache before the load; a server that cannot is named in a warning."""
-    send_lag_limit_s: float = 0.002  # p99; or a tenth of the median TTFT, where that is more
+    send_lag_limit_s: float = 0.005  # p99; or a tenth of the median TTFT, where that is more
     keep_outputs: bool = False  # text and token ids stay in the records
     count_tokens: CountTokens | None = None  # for servers that say neither usage nor token ids
     processes: int | None = None  # client processes; None decides from the measured capability

@@ -30,11 +30,13 @@ def check_lengths(model: str, trace: str, requests: Sequence[Request], cap: int 
     config_path = folder / "config.json"
     if not config_path.is_file():
         raise ConfigError(f"--model {model}: {config_path} does not exist; give a model directory, a hub id, or 'demo'")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"--model {model}: no weights there (*.safetensors); convert older checkpoints to safetensors first")
     context = json.loads(config_path.read_text())["max_position_embeddings"]
     tokenizer = Tokenizer(folder)
     longest = 0
     for request in requests:
-        prompt = _prompt_tokens(request, tokenizer)
+        prompt = len(prompt_ids(request, tokenizer)) or request.input_tokens or 0
         answer = output_limit(request, cap) or 1
         if prompt + answer > context:
             raise WorkloadError(
@@ -45,9 +47,10 @@ def check_lengths(model: str, trace: str, requests: Sequence[Request], cap: int 
     return longest
 
 
-def _prompt_tokens(request: Request, tokenizer: Tokenizer) -> int:
+def prompt_ids(request: Request, tokenizer: Tokenizer) -> Sequence[int]:
+    """Token ids of the request's prompt under the model's chat template; empty where the request has no text."""
     if request.messages:
-        return len(tokenizer.encode_chat(request.messages, request.tools))
+        return tokenizer.encode_chat(request.messages, request.tools)
     if request.prompt is not None:
-        return len(tokenizer.encode(request.prompt))
-    return len(request.token_ids or ()) or request.input_tokens or 0
+        return tokenizer.encode(request.prompt)
+    return request.token_ids or ()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from backends.endpoints import connect
+from backends.findings import Finding
+from backends.preflight import preflight
 from backends.types import BackendError, ConfigError, WorkloadFacts
 from harness.context import check_lengths, output_limit
 from harness.environment import environment
@@ -17,9 +20,10 @@ from harness.progress import RunProgress
 from harness.run import Parts, Run, split
 from harness.search import visits
 from harness.settings import RunSettings
-from harness.space import Space, build_space
+from harness.space import Space, build_space, endpoint_space
 from harness.store import RunStore
 from workloads.load import load_trace
+from workloads.select import jitter, thin
 from workloads.types import Trace
 
 
@@ -31,6 +35,7 @@ class Job:
     traces: Mapping[str, Trace]
     parts: Mapping[str, Parts]
     space: Space
+    findings: tuple[Finding, ...]
 
 
 def prepare(settings: RunSettings) -> Job:
@@ -40,18 +45,34 @@ def prepare(settings: RunSettings) -> Job:
         WorkloadError, ConfigError: what cannot work, in one line.
     """
     traces = load_traces(settings)
-    if settings.model == "demo":
-        from backends.reference.demo_model import demo_model_dir
-
-        settings = replace(settings, model=str(demo_model_dir()))
+    settings = replace(settings, model=resolve_model(settings.model))
     parts = {name: split(trace, settings) for name, trace in traces.items()}
     for name, trace in traces.items():
         used = sorted({*parts[name].search, *parts[name].confirm})
         check_lengths(settings.model, name, trace.select(used).requests(), settings.max_output_tokens)
-    space = build_space(settings, settings.model, facts_of(traces, settings))
+    facts = facts_of(traces, settings.max_output_tokens)
+    if settings.endpoints:
+        space = endpoint_space(settings, connect(settings.endpoints["off"], api_key_env=settings.api_key_env).backend)
+        return Job(settings, traces, parts, space, ())
+    space = build_space(settings, settings.model, facts)
     if not space.offs:
         raise ConfigError(f"nothing can run: {space.infeasible[0][1]}")
-    return Job(settings, traces, parts, space)
+    outputs = [r.output_text for trace in traces.values() for r in trace.requests() if r.output_text]
+    return Job(settings, traces, parts, space, check_models(space, facts, outputs))
+
+
+def check_models(space: Space, facts: WorkloadFacts, outputs: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """Preflight of one configuration of each draft.
+
+    Raises:
+        ConfigError: a finding of level error, such as a draft with another tokenizer.
+    """
+    one_each = {(c.backend, c.variant, c.draft, c.draft_quantization, c.weight_quantization): c for c in space.servers}
+    findings = dict.fromkeys(f for config in one_each.values() for f in preflight(config, facts, outputs=outputs))
+    for finding in findings:
+        if finding.level == "error":
+            raise ConfigError(finding.line())
+    return tuple(findings)
 
 
 def run_job(settings: RunSettings) -> None:
@@ -65,7 +86,7 @@ def run_job(settings: RunSettings) -> None:
     store = RunStore(out)
     try:
         with RunProgress() as progress:
-            result = Run(job.settings, job.space, job.traces, job.parts, store, progress).execute()
+            result = Run(job.settings, job.space, job.traces, job.parts, store, progress).execute(job.findings)
     finally:
         store.close()
     from reports import render  # brings matplotlib: only now
@@ -96,20 +117,31 @@ def load_traces(settings: RunSettings) -> dict[str, Trace]:
         trace = load_trace(
             path, format=settings.format, time_unit=settings.time_unit, window=settings.window, limit=settings.limit
         )
+        if settings.thin is not None:
+            trace = thin(trace, settings.thin, seed=settings.seed)
+        if settings.jitter_s is not None:
+            trace = jitter(trace, settings.jitter_s, seed=settings.seed)
         if trace.name in traces:
             raise ConfigError(f"--trace {path}: another trace is called {trace.name} too; rename one")
         traces[trace.name] = trace
     return traces
 
 
-def facts_of(traces: Mapping[str, Trace], settings: RunSettings) -> WorkloadFacts:
+def resolve_model(model: str) -> str:
+    """`demo` -> its directory, made on first use; anything else as it is."""
+    if model != "demo":
+        return model
+    from backends.reference.demo_model import demo_model_dir
+
+    return str(demo_model_dir())
+
+
+def facts_of(traces: Mapping[str, Trace], max_output_tokens: int | None) -> WorkloadFacts:
     """What adapters may know of the workload."""
     requests = [request for trace in traces.values() for request in trace.requests()]
     return WorkloadFacts(
         max_input_tokens=max((r.input_tokens for r in requests if r.input_tokens is not None), default=None),
-        max_output_tokens=max(
-            (limit for r in requests if (limit := output_limit(r, settings.max_output_tokens))), default=None
-        ),
+        max_output_tokens=max((limit for r in requests if (limit := output_limit(r, max_output_tokens))), default=None),
         sampling_parameters=frozenset(name for r in requests for name in r.sampling),
         structured_output=any(r.response_format for r in requests),
         tools=any(r.tools for r in requests),

@@ -4,23 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
+from backends.endpoints import connect
 from backends.process import Server, free_port
 from backends.registry import ADAPTERS
 from backends.types import BackendError, Endpoint, Launch, ServingConfig
 from harness.environment import environment
 from harness.measure import measure, records_table
 from harness.progress import RunProgress
-from harness.replay import ReplayOptions, replay
+from harness.replay import Replay, ReplayOptions, replay
 from harness.settings import RunSettings
+from harness.smoke import Output, smoke_requests, smoke_test
 from harness.store import RunStore, Trial, measurement_fields, model_identity, trial_key
 from harness.types import Load, Measurement, Role
 from harness.warmup import warm_up
 from workloads.types import Request, Trace
+
+ATTEMPTS = 2
+"""A load whose measurement is not valid (the client sent late, a counter was reset) is sent once more, and said so."""
+
+
+class Running(Protocol):
+    """A server that can be measured: one of ours, or one that the user runs."""
+
+    endpoint: Endpoint
+
+    def alive(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Remote:
+    """A server that the user runs: never started and never stopped here."""
+
+    endpoint: Endpoint
+
+    def alive(self) -> bool:
+        return True  # a load on a dead server says so itself
+
+    def stop(self) -> None:
+        pass
 
 
 class Lab:
@@ -41,7 +70,9 @@ class Lab:
         self.progress = progress
         self.trials = trials
         self._requests = {name: trace.requests() for name, trace in traces.items()}
-        self._server: Server | None = None
+        self._smoke_requests = smoke_requests([r for requests in self._requests.values() for r in requests])
+        self._smoke_outputs: dict[ServingConfig, Mapping[int, Output]] = {}
+        self._server: Running | None = None
         self._serving: ServingConfig | None = None
         self._launch: Launch | None = None
         self._server_dir: Path | None = None
@@ -112,50 +143,74 @@ class Lab:
         }
         return trial_key(config, load, self.traces[load.trace].sha256, indices, conditions)
 
-    def _ensure_server(self, config: ServingConfig, number: int) -> Server:
+    def _ensure_server(self, config: ServingConfig, number: int) -> Running:
         if self._server and self._serving == config and self._server.alive():
             return self._server
         self.stop_server()
         label = repr(config.to_dict())
         if label in self._broken:  # it failed to start for another load; starting it again would fail again
             raise self._broken[label]
+        try:
+            self._server = self._connect(config) if self.settings.endpoints else self._start(config, number)
+            self._look(self._server, config)
+        except BackendError as error:
+            self.stop_server()
+            self._broken[label] = error
+            raise
+        self._serving = config
+        return self._server
+
+    def _connect(self, config: ServingConfig) -> Remote:
+        return Remote(connect(self.settings.endpoints[config.variant], api_key_env=self.settings.api_key_env))
+
+    def _start(self, config: ServingConfig, number: int) -> Server:
         port = free_port()
         adapter = ADAPTERS[config.backend]
         command = self.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
         self._server_dir = self.store.server_dir(number)
         self._launch = adapter.launch(config, port=port, command=command, base_args=self.settings.base_args)
+        server = Server.start(self._launch, port=port, folder=self._server_dir, backend=config.backend)
         try:
-            server = Server.start(self._launch, port=port, folder=self._server_dir, backend=config.backend)
-            try:
-                log = (self._server_dir / "server.log").read_text(errors="replace")
-                server.endpoint = adapter.read_back(server.endpoint, config, log)
-            except BaseException:
-                server.stop()
-                raise
-        except BackendError as error:
-            self._broken[label] = error
+            server.endpoint = adapter.read_back(server.endpoint, config, server.log())
+        except BaseException:
+            server.stop()
             raise
-        self._server, self._serving = server, config
         return server
 
-    def _measure(self, common: dict[str, Any], server: Server, begun: float) -> Trial:
+    def _look(self, server: Running, config: ServingConfig) -> None:
+        """One look before any load; a simulated engine has no text to look at."""
+        if config.backend == "simulated":
+            return
+        baseline = self._smoke_outputs.get(config.off())
+        result = smoke_test(server.endpoint, config, self._smoke_requests, baseline=baseline)
+        if result.failure:
+            raise BackendError(result.failure, kind="unsupported")
+        if config.variant == "off":
+            self._smoke_outputs[config] = result.outputs
+        server.endpoint = replace(server.endpoint, warnings=(*server.endpoint.warnings, *result.warnings))
+
+    def _measure(self, common: dict[str, Any], server: Running, begun: float) -> Trial:
         load: Load = common["load"]
         requests = [self._requests[load.trace][i] for i in common["requests"]]
         options = ReplayOptions(max_output_tokens=self.settings.max_output_tokens, seed=self.settings.seed)
         endpoint = server.endpoint
-        try:
-            result = uvloop.run(_warm_replay(endpoint, requests, load, options))
-        except BackendError as error:
-            self.stop_server()
-            return self._failed(common, str(error), begun)
-        measurement = measure(result, load, slo=self.settings.slo, seed=self.settings.seed)
-        if not server.alive():
-            self.stop_server()
-            return self._failed(common, "the engine died during the load; see server.log", begun)
+        for attempt in range(ATTEMPTS):
+            try:
+                result = uvloop.run(_warm_replay(endpoint, requests, load, options))
+            except BackendError as error:
+                self.stop_server()
+                return self._failed(common, str(error), begun)
+            measurement = measure(result, load, slo=self.settings.slo, seed=self.settings.seed)
+            if not server.alive():
+                self.stop_server()
+                return self._failed(common, "the engine died during the load; see server.log", begun)
+            if measurement.invalid is None:
+                break
+            if attempt + 1 < ATTEMPTS:
+                self.progress.note(f"  measured again: {measurement.invalid}")
         log = self._server_dir / "server.log" if self._server_dir else None
         if measurement.invalid or measurement.e2e_s is None:
-            reason = measurement.invalid or "no request completed"
-            return self._failed(common, reason, begun)
+            return self._failed(common, measurement.invalid or "no request completed", begun)
         trial = Trial(
             **common,
             state="COMPLETE",
@@ -177,9 +232,10 @@ class Lab:
         return {"seconds": seconds, "gpu_seconds": seconds * self._gpus}
 
 
-async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Any:
-    await warm_up(endpoint, requests, load, options)
-    return await replay(endpoint, requests, load, options)
+async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:
+    warmed = await warm_up(endpoint, requests, load, options)
+    result = await replay(endpoint, requests, load, options)
+    return replace(result, warnings=(*warmed.warnings, *result.warnings))
 
 
 def _with_server_warnings(measurement: Measurement, endpoint: Endpoint) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Replay:
     gauges: tuple[tuple[float, Gauges], ...] = ()
     warnings: tuple[str, ...] = ()
     invalid: str | None = None
-    send_lag_limit_s: float = 0.002
+    send_lag_limit_s: float = 0.005
     processes: int = 1
     start_clock_s: float = 0.0  # of the monotonic clock
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.findings import Finding
 from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.lab import Lab
 from harness.progress import RunProgress
@@ -55,8 +56,8 @@ class Run:
         self.parts = parts
         self.began = time.monotonic()
 
-    def execute(self) -> dict[str, Any]:
-        """Run all stages, write `result.json` and return it."""
+    def execute(self, preflight: Sequence[Finding] = ()) -> dict[str, Any]:
+        """Run all stages, write `result.json` (with the `preflight` findings in it) and return it."""
         self.store.write_config(self.settings.to_dict())
         self.progress.expect(self._loads())
         with self.lab:
@@ -68,6 +69,7 @@ class Run:
             self._confirm(finalists)
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
+        result["preflight"] = [finding.to_dict() for finding in preflight]
         validate(result)
         self.store.write_json("result.json", result)
         return result
@@ -89,8 +91,8 @@ class Run:
 
     def _search(self) -> None:
         self.progress.stage("search")
-        if not self.space.candidates:
-            return
+        if not self.space.candidates or not any(trial.measured for trial in self.findings.trials):
+            return  # without a baseline nothing can be compared
         deadline = self.began + self.settings.budget_s * SEARCH_SHARE_OF_BUDGET if self.settings.budget_s else None
         search(
             self.space,

@@ -73,6 +73,19 @@ class RunSettings:
             if variant not in NEEDS_DRAFT:
                 raise ConfigError(f"--draft {variant}=...: '{variant}' is no variant that takes a draft checkpoint")
 
+        self._check_endpoints()
+
+    def _check_endpoints(self) -> None:
+        if not self.endpoints:
+            return
+        if "off" not in self.endpoints:
+            raise ConfigError("--endpoint: a server without speculation is needed to compare with: add --endpoint off=URL")
+        for variant in self.endpoints:
+            if variant not in VARIANTS:
+                raise ConfigError(f"--endpoint {variant}=...: unknown variant; choose from {', '.join(VARIANTS)}")
+        if len(self.endpoints) > 1 and len(self.k) != 1:
+            raise ConfigError("--endpoint: say with which K the speculating server runs: --k N")
+
     def _check_names(self) -> None:
         checks: tuple[tuple[str, Sequence[str], Sequence[str]], ...] = (
             ("--variants", self.variants, VARIANTS),

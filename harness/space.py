@@ -59,6 +59,17 @@ def build_space(settings: RunSettings, model: str, facts: WorkloadFacts) -> Spac
     return Space(tuple(offs), tuple(candidates), tuple(infeasible), settings.batch_sizes)
 
 
+def endpoint_space(settings: RunSettings, backend: str) -> Space:
+    """The settings behind servers that already run: off, and each other with the K that the user says it runs with."""
+    base = ServingConfig(backend=backend, model=settings.model, max_num_seqs=settings.max_num_seqs)
+    on = [
+        ServingConfig.from_dict({**base.to_dict(), "variant": variant, "k": settings.k[0]})
+        for variant in settings.endpoints
+        if variant != "off"
+    ]
+    return Space((base,), tuple(on), (), settings.batch_sizes)
+
+
 def _configurations(settings: RunSettings, model: str) -> Iterator[ServingConfig]:
     for backend, quantization, kv_dtype in product(settings.backends, settings.quantization, settings.kv_cache_dtype):
         base = ServingConfig(

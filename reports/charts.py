@@ -140,7 +140,7 @@ def cost(run: RunData) -> Chart | None:
     """Time by stage; None where nothing was spent."""
     spent = {name: stage_seconds(value) for name, value in run.result["search_cost"]["stages"].items()}
     known = {name: value for name, value in spent.items() if value}
-    return figures.stage_costs("cost", known, run.result["search_cost"]["full_grid_estimated_s"]) if known else None
+    return figures.stage_costs("time-by-stage", known, run.result["search_cost"]["full_grid_estimated_s"]) if known else None
 
 
 def stage_seconds(stage: Any) -> float | None:

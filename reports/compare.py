@@ -1,4 +1,4 @@
-"""Which trials belong together: on against its own off at the same load, and what a speed-up between them is. Pure functions."""
+"""Which trials belong together: on against its own off at the same load, and the speed-up between them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _summary_ratio(off: Trial, on: Trial) -> float | None:
 
 
 def candidate_of(run: RunData, decision: Mapping[str, Any]) -> Config | None:
-    """The speculative configuration that a decision is about: the chosen one, or, where off was chosen, the finalist it beat."""
+    """The speculative configuration that a decision is about: the chosen one or, where off was chosen, the finalist."""
     config = decision["config"]
     if config and config["variant"] != "off":
         return config

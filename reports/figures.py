@@ -11,8 +11,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from reports.text import DASH, ms, number, tau
 from reports.svg import BAD, INK, MUTED, SERIES, SIZE_IN, SURFACE, draw
+from reports.text import DASH, ms, number, tau
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MAX_CURVE_POINTS = 200
@@ -69,7 +69,7 @@ class Line:
 
 
 def speedup_by_batch(chart_id: str, lines: Sequence[Line], break_even: Mapping[str, Any] | None, *, where: str) -> Chart:
-    """Speed-up of E2E p50 over batch size; the finalist strong, other configurations of its engine thin, 1 as the line to beat."""
+    """Speed-up of E2E p50 over batch size; the finalist strong, other configurations of its engine thin."""
     lead = next((line for line in lines if line.lead), None)
     at = break_even["value"] if break_even else None
 
@@ -166,7 +166,9 @@ def latency_ecdf(chart_id: str, name: str, series: Mapping[str, NDArray[np.float
     )
     rows = [(label, float(v), float(s)) for label, (x, share) in curves.items() for v, s in zip(x, share, strict=True)]
     data = (("configuration", "seconds", "share_at_most"), rows)
-    return _chart(chart_id, f"{name} of all requests", spoken, plot, data, where=where, table=_quantile_table(name, series))
+    return _chart(
+        chart_id, f"{name} of completed requests", spoken, plot, data, where=where, table=_quantile_table(name, series)
+    )
 
 
 def _quantile_table(name: str, series: Mapping[str, NDArray[np.float64]]) -> Table:

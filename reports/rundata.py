@@ -25,7 +25,7 @@ class ReportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The completed requests of one trial: `index` (int64[n], ascending) and a latency in seconds each (float64[n], NaN undefined)."""
+    """The completed requests of one trial, by ascending index: n latencies each, in seconds, NaN where undefined."""
 
     index: NDArray[np.int64]
     ttft_s: NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""A matplotlib figure as inline SVG that follows the page: its colours are CSS variables, its text is text, its ids are its own."""
+"""A matplotlib figure as inline SVG that follows the page: colours are CSS variables, text is text, ids are its own."""
 
 from __future__ import annotations
 

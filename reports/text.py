@@ -89,8 +89,8 @@ def percent(share: float | None) -> str:
 
 
 _ACRONYMS: Mapping[str, str] = {
-    "cpu": "CPU", "gpu": "GPU", "gib": "GiB", "kv": "KV", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "itl": "ITL", "slo": "SLO",
-    "tau": "τ", "k": "K", "ci95": "95 % interval", "usd": "USD",
+    "cpu": "CPU", "gpu": "GPU", "gib": "GiB", "kv": "KV", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "itl": "ITL",
+    "slo": "SLO", "tau": "τ", "k": "K", "ci95": "95 % interval", "usd": "USD",
 }  # fmt: skip
 
 

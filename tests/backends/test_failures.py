@@ -58,6 +58,13 @@ CASES = {
         "bad_flag",
         "ngram_prompt_lookup_max: Unexpected keyword argument [type=unexpected_keyword_argument, input_value=3, input_type=int]",
     ),
+    "vllm, flags that contradict each other": (
+        1,
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "  Value error, --per-request-spec-decode-metrics requires speculative decoding to be enabled (via --speculative-config).\n",
+        "bad_flag",
+        "Value error, --per-request-spec-decode-metrics requires speculative decoding to be enabled (via --speculative-config).",
+    ),
     "reference engine, flag": (2, "unknown option --speed (see --help)\n", "bad_flag", "unknown option --speed (see --help)"),
     "vllm, no weights in the directory": (
         1,

@@ -70,7 +70,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
     search = spec.search_requests or max(spec.requests // 3, 4)
 
     def add(config: dict[str, Any], trace: str, batch: int | None, stage: str, count: int) -> dict[str, Any]:
-        trial, table = _trial(len(trials), config, trace, batch, stage, count, spec=spec)
+        trial, table = _trial(len(trials), config, trace, batch, stage=stage, count=count, spec=spec)
         if table is not None:
             built.tables[trial["number"]] = table
         trials.append(trial)
@@ -155,7 +155,7 @@ def _position_rates(variant: str, k: int) -> list[float]:
 
 
 def _trial(
-    number: int, config: dict[str, Any], trace: str, batch: int | None, stage: str, count: int, *, spec: RunSpec
+    number: int, config: dict[str, Any], trace: str, batch: int | None, *, stage: str, count: int, spec: RunSpec
 ) -> tuple[dict[str, Any], pa.Table | None]:
     key = f"{spec.seed}/{config}/{trace}/{batch}/{stage}"
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
@@ -376,7 +376,7 @@ def _decision(
         verdict,
         [
             f"E2E p50 with {config['variant']} K={config['k']} against off, at the trace's own load.",
-            "Acceptance length tau is 2.98 tokens per step; a step costs 1.75x one without speculation, so a token costs 0.59x.",
+            "Acceptance length tau is 2.98 tokens per step; a step costs 1.75x one without it, so a token costs 0.59x.",
             "Throughput in closed loop over the trace's batch sizes, on against off: 1.12x (95 % interval 1.05 to 1.20).",
             "E2E p95: not tested (too few requests).",
         ],

@@ -1,0 +1,82 @@
+"""`tune.py inspect` and `tune.py preflight`: what can be said of a trace and of checkpoints before any engine starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+from rich.console import Console
+
+from backends.preflight import preflight
+from backends.reference.tokenizer import Tokenizer
+from backends.types import ServingConfig, WorkloadFacts
+from harness.context import prompt_ids
+from harness.job import facts_of, resolve_model
+from harness.offline import Acceptance, ngram_acceptance, pool, record, suffix_acceptance
+from workloads.load import load_trace
+from workloads.profile import profile
+from workloads.render import profile_svg, render_profile
+from workloads.scrub import scrub
+from workloads.types import Trace
+
+
+def inspect_trace(
+    path: Path,
+    *,
+    as_json: bool,
+    plot: Path | None,
+    scrub_to: Path | None,
+    model: str | None,
+    format: str | None,
+    time_unit: str | None,
+) -> None:
+    """Print a trace's profile. With `model`, n-gram and suffix acceptance on its recorded outputs too."""
+    trace = load_trace(path, format=format, time_unit=time_unit)
+    folder = Path(resolve_model(model)) if model else None
+    acceptance = [found.to_dict() for found in offline_acceptance(trace, folder)] if folder else []
+    found = profile(trace, acceptance=acceptance)
+    if as_json:
+        print(orjson.dumps(found.to_dict(), option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode())
+    else:
+        console = Console()
+        for part in render_profile(found):
+            console.print(part)
+        if not folder and trace.known("output_text"):
+            console.print("The trace holds outputs: add --model DIR for the acceptance that n-gram and suffix would have had.")
+    if plot:
+        plot.write_text(profile_svg(trace))
+    if scrub_to:
+        scrub(trace, scrub_to)
+
+
+def offline_acceptance(trace: Trace, model: Path) -> list[Acceptance]:
+    """Exact n-gram and suffix acceptance on the recorded outputs, by category, for every K."""
+    tokenizer = Tokenizer(model)
+    recorded = record(trace, lambda request: prompt_ids(request, tokenizer), lambda text: tokenizer.encode(text, special=False))
+    return pool([*ngram_acceptance(recorded), *suffix_acceptance(recorded)], by=("category",)) if recorded else []
+
+
+def print_preflight(
+    model: str, drafts: dict[str, str], *, backend: str, k: int, trace: str | None, gpu_memory_gib: float | None
+) -> int:
+    """Print the findings for the target alone and with each draft; 1 where one is an error."""
+    traces = {trace: load_trace(trace)} if trace else {}
+    facts = facts_of(traces, None) if traces else WorkloadFacts()
+    target = resolve_model(model)
+    configs = [ServingConfig(backend=backend, model=target)]
+    configs += [
+        ServingConfig(backend=backend, model=target, variant=variant, k=k, draft=draft) for variant, draft in drafts.items()
+    ]
+    outputs = [r.output_text for t in traces.values() for r in t.requests() if r.output_text]
+    memory = int(gpu_memory_gib * 2**30) if gpu_memory_gib else None
+    console = Console()
+    failed = False
+    for config in configs:
+        console.print(config.label(), style="bold")
+        findings = preflight(config, facts, outputs=outputs, gpu_memory_bytes=memory)
+        for finding in findings:
+            console.print(f"  {finding.line()}", markup=False, highlight=False, soft_wrap=True)
+        if not findings:
+            console.print("  nothing found")
+        failed |= any(finding.level == "error" for finding in findings)
+    return int(failed)

