@@ -53,7 +53,7 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
     try:
         while len(waves) < MAX_WAVES and not stable:
             step_s = _step_s(await _wave(sender, requests, users, len(waves)))
-            if not step_s:  # unknown, or every answer came in one piece
+            if step_s is None:
                 break
             stable = bool(waves) and abs(step_s - min(waves)) <= max(TOLERANCE * min(waves), SAME_STEP_S)
             waves.append(step_s)
