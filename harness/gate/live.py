@@ -48,6 +48,7 @@ class Servers:
         self.folder = folder
         self.both_at_once = both_at_once
         self.starts = 0
+        self.starting_s = 0.0  # spent on starts so far
         self._running: dict[str, Server] = {}
         self._warm: set[str] = set()
         self._trees: dict[str, Path] = {}
@@ -100,7 +101,9 @@ class Servers:
             tree = self._trees.setdefault(side.revision, checkout(side.revision, self.folder))
             path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
             launch = replace(launch, env={**launch.env, "PYTHONPATH": path})
+        begun_s = time.monotonic()
         server = Server.start(launch, port=port, folder=folder, backend=side.backend)
+        self.starting_s += time.monotonic() - begun_s
         try:
             server.endpoint = adapter.read_back(server.endpoint, side.config, server.log())
         except BaseException:
@@ -139,14 +142,14 @@ class LiveSource:
             self.servers.stop_all()
             name = order[0]
             samples: list[Sample] = []
-            shortest_s = 0.0  # of the turns so far: one without a server's start, if there was any
+            shortest_s = 0.0  # of the turns so far, without starts
             try:
                 for name in order:
                     if self.elapsed_s() + shortest_s * (len(order) - len(samples)) > self.budget_s * BUDGET_SLACK:
                         raise OutOfTime
-                    begun_s = self.elapsed_s()
+                    begun_s = self.elapsed_s() - self.servers.starting_s
                     samples.append(self._turn(name, part))
-                    took_s = self.elapsed_s() - begun_s
+                    took_s = self.elapsed_s() - self.servers.starting_s - begun_s
                     shortest_s = min(shortest_s, took_s) if shortest_s else took_s
             except BackendError as error:
                 if attempt < ATTEMPTS:
