@@ -296,6 +296,17 @@ def gate(
     )
 
 
+@app.command()
+def selftest() -> int:
+    """Measure simulated servers whose truth is known and print measured against true. Exit code 1 where a check fails."""
+    from harness.selftest import as_table
+    from harness.selftest import selftest as run_selftest
+
+    checks = run_selftest()
+    typer.echo(as_table(checks))
+    return int(not all(check.passed for check in checks))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,

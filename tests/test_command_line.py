@@ -40,7 +40,7 @@ def trace(tmp_path: Path) -> Path:
 def test_help_names_the_main_job_and_every_command(tmp_path: Path) -> None:
     result = tune("--help", cwd=tmp_path)
     assert result.returncode == 0
-    for word in ("--trace", "--batch-sizes", "inspect", "report", "serve", "preflight", "gate"):
+    for word in ("--trace", "--batch-sizes", "inspect", "report", "serve", "preflight", "gate", "selftest"):
         assert word in result.stdout
 
 
