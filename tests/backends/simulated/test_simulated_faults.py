@@ -145,7 +145,7 @@ def test_error_event_inside_http_200() -> None:
 def test_every_second_request_is_refused() -> None:
     with serving(WORLD, "http_error=429@2") as server:
         assert [server.ask().status for _ in range(4)] == [200, 429, 200, 429]
-        assert [truth["status"] for truth in server.truth(4)] == [200, 429, 200, 429]
+        assert sorted(truth["status"] for truth in server.truth(4)) == [200, 200, 429, 429]  # logged as they end
 
 
 def test_connection_is_cut() -> None:

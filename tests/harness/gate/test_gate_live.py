@@ -22,6 +22,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_candidate_that_does_not_start_is_red(tmp_path: Path, trace: str, tiny_model: Path) -> None:
     side = f"--model {tiny_model} --variant ngram --k 2"
     code = gate(
@@ -30,7 +31,7 @@ def test_a_candidate_that_does_not_start_is_red(tmp_path: Path, trace: str, tiny
         trace=trace,
         requests=4,
         batch_sizes="2",
-        budget="60s",
+        budget="180s",
         out=str(tmp_path / "out"),
     )
     assert code == 3
@@ -38,12 +39,14 @@ def test_a_candidate_that_does_not_start_is_red(tmp_path: Path, trace: str, tiny
     assert found["causes"] == ["server"]
 
 
+@pytest.mark.slow
 def test_a_baseline_that_does_not_start_is_no_verdict(tmp_path: Path, trace: str, tiny_model: Path) -> None:
     side = f"--model {tiny_model} --base-args '--no-such-flag'"
     with pytest.raises(BackendError, match="baseline: "):
         gate(baseline=side, candidate=side, trace=trace, requests=4, batch_sizes="2", budget="60s", out=str(tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_block_that_cannot_end_within_the_budget_is_given_up(tmp_path: Path, trace: str, tiny_model: Path) -> None:
     side = parse_side("--baseline", f"--model {tiny_model}")
     with Servers(tmp_path, both_at_once=True) as servers:
