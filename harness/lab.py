@@ -13,7 +13,7 @@ import uvloop
 from backends.endpoints import connect
 from backends.process import Server, free_port
 from backends.registry import ADAPTERS
-from backends.types import BackendError, Endpoint, Launch, ServingConfig
+from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig
 from harness.environment import environment
 from harness.measure import measure, records_table
 from harness.progress import RunProgress
@@ -123,7 +123,7 @@ class Lab:
         common = {"number": number, **common}
         try:
             server = self._ensure_server(config, number)
-        except BackendError as error:
+        except (BackendError, ConfigError) as error:  # ConfigError: the installed version of the engine lacks it
             trial = self._failed(common, str(error), begun)
         else:
             trial = self._measure(common, server, begun)

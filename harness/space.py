@@ -10,6 +10,8 @@ from backends.registry import ADAPTERS
 from backends.types import NEEDS_DRAFT, ServingConfig, WorkloadFacts
 from harness.settings import RunSettings
 
+_AXES = ("weight_quantization", "kv_cache_dtype")
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -81,10 +83,19 @@ def _configurations(settings: RunSettings, model: str) -> Iterator[ServingConfig
             max_num_seqs=settings.max_num_seqs,
             extra={"trust_remote_code": True} if settings.trust_remote_code else {},
         )
+        base = _as_in_production(base, settings.base_args)
         yield base  # off is always measured, asked for or not: nothing can be judged without it
         for variant in settings.variants:
             if variant != "off":
                 yield from _speculative(settings, base, variant)
+
+
+def _as_in_production(config: ServingConfig, base_args: tuple[str, ...]) -> ServingConfig:
+    """`config` with what the user's production flags set, so that off is production; an axis value that was asked for stays."""
+    read = getattr(ADAPTERS[config.backend], "base_settings", None)
+    fields = read(base_args) if read and base_args else {}
+    asked = {name: value for name, value in config.to_dict().items() if name in _AXES and value not in ("none", "auto")}
+    return ServingConfig.from_dict({**config.to_dict(), **fields, **asked})
 
 
 def _speculative(settings: RunSettings, base: ServingConfig, variant: str) -> Iterator[ServingConfig]:
