@@ -166,7 +166,9 @@ def latency_ecdf(chart_id: str, name: str, series: Mapping[str, NDArray[np.float
     )
     rows = [(label, float(v), float(s)) for label, (x, share) in curves.items() for v, s in zip(x, share, strict=True)]
     data = (("configuration", "seconds", "share_at_most"), rows)
-    return _chart(chart_id, f"{name} of completed requests", spoken, plot, data, where=where, table=_quantile_table(name, series))
+    return _chart(
+        chart_id, f"{name} of completed requests", spoken, plot, data, where=where, table=_quantile_table(name, series)
+    )
 
 
 def _quantile_table(name: str, series: Mapping[str, NDArray[np.float64]]) -> Table:
