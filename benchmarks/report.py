@@ -1,4 +1,4 @@
-"""Time, memory and size of the report of a large run: ``python -m benchmarks.report [TRIALS] [REQUESTS]`` (default 200 × 10,000).
+"""What the report of a large run costs: ``python -m benchmarks.report [TRIALS] [REQUESTS]`` (default 200 × 10,000).
 
 The run is written once, then rendered in a process of its own, whose peak memory is what is printed.
 """
@@ -28,7 +28,7 @@ def build(folder: Path, trials: int, requests: int) -> int:
         batch_sizes=batch_sizes,
         requests=requests,
         search_requests=requests,
-        chunks=True,
+        chunks=False,
     )
     build_run(folder, spec)
     return len(list((folder / "trials").iterdir()))

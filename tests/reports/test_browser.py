@@ -102,7 +102,8 @@ def test_figures_can_be_read_in_both_schemes(rendered: dict[str, Path], show: An
     page = show(rendered["plain"], color_scheme=scheme).page
     text = [("--ink", "--surface"), ("--muted", "--surface"), ("--predicted", "--surface")]
     text += [("--heat-ink", f"--{step}") for step in ("p1", "p2", "p3", "p4", "n1", "n2", "n3", "n4", "tie")]
-    assert dict(zip(text, page.evaluate(CONTRAST, text), strict=True)) == pytest.approx(dict.fromkeys(text, 13), abs=8.5)
+    ratios = dict(zip(text, page.evaluate(CONTRAST, text), strict=True))
+    assert {pair: ratio for pair, ratio in ratios.items() if ratio < 4.5} == {}
     lines = [(f"--s{i}", "--surface") for i in range(1, 9)]
     assert min(page.evaluate(CONTRAST, lines)) >= 3  # graphics, WCAG 1.4.11
 
@@ -144,7 +145,7 @@ def test_the_trial_table_filters(rendered: dict[str, Path], show: Any) -> None:
     page.get_by_label("Variant").select_option("off")
     off = len(visible_trials(page))
     assert 0 < off < everything
-    page.get_by_label("Search").fill("confirm")
+    page.get_by_role("searchbox").fill("confirm")
     assert 0 < len(visible_trials(page)) < off
     assert page.locator("#filter-count").inner_text() == f"{len(visible_trials(page))} of {everything} trials"
 
