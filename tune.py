@@ -217,15 +217,17 @@ def tune(
 
 
 @app.command()
-def report(directories: Annotated[list[Path], typer.Argument(help="Run directories; several are shown side by side.")]) -> None:
+def report(directories: Annotated[list[Path], typer.Argument(help="Run directories that finished.")]) -> None:
     """Write report.html and report.md again from finished run directories."""
-    from reports import render
+    from harness.result_schema import ResultError
+    from reports import ReportError, render
 
+    try:
+        render(directories)
+    except (ReportError, ResultError) as error:
+        raise ConfigError(str(error)) from None
     for directory in directories:
-        if not (directory / "result.json").is_file():
-            raise ConfigError(f"{directory}: holds no result.json; give a run directory that finished")
-    render(directories if len(directories) > 1 else directories[0])
-    typer.echo(f"report: {directories[0] / 'report.html'}")
+        typer.echo(f"report: {directory / 'report.html'}")
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,7 +88,9 @@ def run_job(settings: RunSettings) -> None:
     store = RunStore(out)
     try:
         with RunProgress() as progress:
-            result = Run(job.settings, job.space, job.traces, job.parts, store, progress).execute(job.findings)
+            result = Run(job.settings, job.space, job.traces, job.parts, store, progress).execute(
+                job.findings, shlex.join(["python", *sys.argv])
+            )
     finally:
         store.close()
     from reports import render  # brings matplotlib: only now

@@ -10,6 +10,7 @@ from backends.registry import ADAPTERS
 from backends.types import ServingConfig
 from harness.decide import Judgement, Ratio, judge
 from harness.environment import environment
+from harness.evidence import pair
 from harness.findings import Finalists, Findings, closed_load
 from harness.space import group_label
 from harness.statistics import paired_speedup
@@ -29,7 +30,7 @@ def build_result(
         "schema": 1,
         "workloads": [trace.summary() for trace in traces.values()],
         "environment": environment(),
-        "trials": [public_trial(t, findings.quality) for t in findings.trials],
+        "trials": [{**public_trial(t, findings.quality), "speedup": _trial_speedup(findings, t)} for t in findings.trials],
         "predictions": [],
         "decisions": [decision(findings, name, finalists).to_dict() for name in traces],
         "preflight": [],
@@ -104,6 +105,15 @@ def search_cost(findings: Findings, store: RunStore, confirm_requests: int) -> d
         "full_grid_estimated_s": len(findings.space.servers) * sweep_s,
         "stages": stages,
     }
+
+
+def _trial_speedup(findings: Findings, trial: Trial) -> dict[str, Any] | None:
+    """A closed-loop trial against its own off of the same stage, on the same requests; None for off and for what has no off."""
+    off = findings.find(trial.config.off(), trial.load, "confirm" if trial.stage == "confirm" else "baseline")
+    if trial.config.variant == "off" or not trial.measured or trial.load.mode != "closed" or off is None:
+        return None
+    objective = findings.objectives[0]
+    return pair(off, trial, objective, findings.records_of).speedup.to_dict(objective)
 
 
 def _group_decision(findings: Findings, trace: str, config: ServingConfig, judgement: Judgement) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Run:
         self.parts = parts
         self.began = time.monotonic()
 
-    def execute(self, preflight: Sequence[Finding] = ()) -> dict[str, Any]:
-        """Run all stages, write `result.json` (with the `preflight` findings in it) and return it."""
+    def execute(self, preflight: Sequence[Finding] = (), command: str = "") -> dict[str, Any]:
+        """Run all stages, write `result.json` and return it. `preflight` and the `command` line are shown in it."""
         self.store.write_config(self.settings.to_dict())
         self.progress.expect(self._loads())
         with self.lab:
@@ -70,6 +70,7 @@ class Run:
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
         result["preflight"] = [finding.to_dict() for finding in preflight]
+        result["reproduce"] = {"command": command, "seed": self.settings.seed}
         validate(result)
         self.store.write_json("result.json", result)
         return result
