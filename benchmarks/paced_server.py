@@ -66,9 +66,13 @@ class Answer(asyncio.Protocol):
         Answer.active.add(self)
 
     def get(self, head: bytes) -> None:
-        body = b'{"object": "list", "data": [{"id": "m", "object": "model"}]}' if b"/models" in head.split(b"\r\n")[0] else b"ok"
+        body = (
+            b'{"object": "list", "data": [{"id": "m", "object": "model"}]}' if b"/models" in head.split(b"\r\n")[0] else b"ok"
+        )
         status = b"404 Not Found" if b"/metrics" in head.split(b"\r\n")[0] else b"200 OK"
-        self.transport.write(b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         Answer.active.discard(self)

@@ -27,9 +27,8 @@ def stream(*parts: Step, end: bytes = END) -> list[Step]:
 
 def stream_file(name: str, *, pause_scale: float = 0.1) -> list[Step]:
     """A response from tests/data/streams; its pauses of N ms are scaled."""
-    parts: list[Step] = []
-    for piece in re.split(r"^#@(\d+)\n", (STREAMS / name).read_text(), flags=re.MULTILINE):
-        parts.append(int(piece) / 1000 * pause_scale if piece.isdigit() else piece.encode())
+    pieces = re.split(r"^#@(\d+)\n", (STREAMS / name).read_text(), flags=re.MULTILINE)
+    parts: list[Step] = [int(p) / 1000 * pause_scale if p.isdigit() else p.encode() for p in pieces]
     return stream(*(p for p in parts if p != b""))
 
 
