@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import orjson
 import uvloop
@@ -41,7 +41,7 @@ END = event([], usage=USAGE) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Answer(asyncio.Protocol):
-    active: set[Answer] = set()
+    active: ClassVar[set[Answer]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)

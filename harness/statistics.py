@@ -159,8 +159,9 @@ def paired_speedup(off: pa.Table, on: pa.Table, metric: str = "e2e_s", quantile:
     """Quantile of `metric` with off ÷ with on, over the requests that both completed; above 1 speculation is faster.
 
     Estimand: the ratio that the workload would show on these two servers. The bootstrap draws requests, each with both of its
-    measurements; for a ratio of medians of closely paired requests it is conservative (covers about 99 % instead of 95, at 80
-    requests whose paired noise is a fifth of their spread). What one server's start does to all requests of a trial is not in it; see `harness.replicates`.
+    measurements. For closely paired requests it is conservative: in simulation it covered 99 % instead of 95 (80 requests whose
+    paired noise is a fifth of their spread). What one server's start does to all requests of a trial is not in it; see
+    `harness.replicates`.
     The value is NaN where no request is common.
     """
     off, on = paired_rows(off, on, metric)
