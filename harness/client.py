@@ -39,7 +39,6 @@ class ReplayOptions:
     send_lag_limit_s: float = 0.005  # p99; or a tenth of the median TTFT, where that is more
     keep_outputs: bool = False  # text and token ids stay in the records
     count_tokens: CountTokens | None = None  # for servers that say neither usage nor token ids
-    processes: int | None = None  # client processes; None decides from the measured capability
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,8 @@ def run_job(settings: RunSettings) -> None:
     store = RunStore(out)
     try:
         with RunProgress() as progress:
-            result = Run(job.settings, job.space, job.traces, job.parts, store, progress).execute(
-                job.findings, shlex.join(["python", *sys.argv])
-            )
+            run = Run(job.settings, job.space, job.traces, job.parts, store, progress)
+            result = run.execute(job.findings, shlex.join(["python", *sys.argv]))
     finally:
         store.close()
     from reports import render  # brings matplotlib: only now

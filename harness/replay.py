@@ -46,7 +46,6 @@ class Replay:
     warnings: tuple[str, ...] = ()
     invalid: str | None = None
     send_lag_limit_s: float = 0.005
-    processes: int = 1
     start_clock_s: float = 0.0  # of the monotonic clock
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>
     excluded: dict[str, int] = field(default_factory=dict)
