@@ -14,6 +14,7 @@ from rich.console import Console
 from backends.endpoints import connect
 from backends.findings import Finding
 from backends.preflight import preflight
+from backends.reference.tokenizer import Tokenizer
 from backends.types import BackendError, ConfigError, WorkloadFacts
 from harness.context import check_lengths, output_limit
 from harness.environment import environment
@@ -25,8 +26,9 @@ from harness.settings import RunSettings
 from harness.space import Space, build_space, endpoint_space
 from harness.store import RunStore
 from workloads.load import load_trace
+from workloads.prompts import POOLS, attach_prompts
 from workloads.select import jitter, thin
-from workloads.types import Trace
+from workloads.types import Trace, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ def prepare(settings: RunSettings) -> Job:
     Raises:
         WorkloadError, ConfigError: what cannot work, in one line.
     """
-    traces = load_traces(settings)
     settings = replace(settings, model=resolve_model(settings.model))
+    traces = load_traces(settings)
     parts = {name: split(trace, settings) for name, trace in traces.items()}
     for name, trace in traces.items():
         used = sorted({*parts[name].search, *parts[name].confirm})
@@ -124,10 +126,29 @@ def load_traces(settings: RunSettings) -> dict[str, Trace]:
             trace = thin(trace, settings.thin, seed=settings.seed)
         if settings.jitter_s is not None:
             trace = jitter(trace, settings.jitter_s, seed=settings.seed)
+        if settings.prompts:
+            trace = _with_prompts(trace, settings)
+        if not trace.has_text:
+            raise WorkloadError(
+                f"{path}: holds lengths and no text; pair it with real prompts: --prompts {'|'.join(POOLS)} or a file"
+            )
         if trace.name in traces:
             raise ConfigError(f"--trace {path}: another trace is called {trace.name} too; rename one")
         traces[trace.name] = trace
     return traces
+
+
+def _with_prompts(trace: Trace, settings: RunSettings) -> Trace:
+    """Prompts of the chosen pool at the recorded lengths, counted by the target's tokenizer."""
+    tokenizer = Tokenizer(Path(settings.model))
+    template = len(tokenizer.encode_chat([{"role": "user", "content": ""}]))
+    return attach_prompts(
+        trace,
+        settings.prompts or "",
+        lambda text: tokenizer.encode(text, special=False),
+        seed=settings.seed,
+        template_tokens=template,
+    )
 
 
 def resolve_model(model: str) -> str:
