@@ -113,7 +113,7 @@ def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rule
 
 
 def _equal(mean: Mean, band: float, alpha: float) -> bool:
-    """The bound lies inside the band, and the sample could have shown a change of the band's size: luck alone passes nothing."""
+    """The bound lies inside the band, and the interval is no wider than the band: a noisy sample rarely passes by luck."""
     interval = mean.interval()
     return interval is not None and (interval[1] - interval[0]) / 2 <= band and mean.p_below(band) <= alpha
 
