@@ -268,7 +268,7 @@ def preflight(
 def gate(
     baseline: Annotated[str | None, typer.Option(help="baseline.json, an endpoint URL, or quoted tune options.")] = None,
     candidate: Annotated[str | None, typer.Option(help="An endpoint URL, or quoted tune options.")] = None,
-    record: Annotated[str | None, typer.Option(help="Write the candidate's measurement as a baseline to FILE.")] = None,
+    record: Annotated[str | None, typer.Option(help="Measure --baseline and write it to FILE.")] = None,
     trace: Annotated[str | None, typer.Option(help="Trace to replay (default: the bundled sample).")] = None,
     profile: Annotated[str, typer.Option(help="pr or nightly.")] = "pr",
     budget: Annotated[str | None, typer.Option(help="Time for the whole gate: 5m.")] = None,
