@@ -11,7 +11,7 @@ DEMO_OUT ?= runs/demo
 
 demo: $(VENV)/.installed
 	$(PY) tune.py --trace workloads/samples/demo.jsonl --out $(DEMO_OUT) \
-		--variants off,ngram,draft_model --draft draft_model=self-int4 --k 2,4,6 --batch-sizes 4,16 \
+		--variants off,ngram,draft_model --draft draft_model=self-int4 --k 2,4,6 --batch-sizes 2,8 \
 		--max-output-tokens 40 --time-scale 0.25
 
 test: $(VENV)/.installed-test
