@@ -213,7 +213,7 @@ def tune(
     if plan:
         print_plan(settings)
     else:
-        run_job(settings)
+        run_job(settings, _render)
 
 
 @app.command()
@@ -329,6 +329,12 @@ def serve(
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     arguments = ["--model", resolve_model(model), *context.args] if backend == "reference" else context.args
     os.execve(sys.executable, [sys.executable, "-m", f"backends.{backend}", *arguments], {**os.environ, "PYTHONPATH": path})
+
+
+def _render(directory: Path) -> None:
+    from reports import render  # brings matplotlib: only when there is a run to draw
+
+    render(directory)
 
 
 def _endpoints(items: list[str]) -> dict[str, str]:

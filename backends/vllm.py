@@ -18,6 +18,7 @@ from typing import Any
 from backends import command_line as cli
 from backends import vllm_log
 from backends.http_client import call
+from backends.k_schedule import schedule_fault
 from backends.types import NEEDS_DRAFT, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
 
 NAME = "vllm"
@@ -94,7 +95,7 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
     refused = sorted(facts.sampling_parameters.intersection(REFUSED_WITH_SPECULATION))
     if config.variant != "off" and refused:
         return f"vLLM answers 400 to {', '.join(refused)} when it speculates, and the trace uses it"
-    return _schedule_fault(config)
+    return schedule_fault(config)
 
 
 def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_args: tuple[str, ...]) -> Launch:
@@ -237,21 +238,6 @@ def _require_method(variant: str, version: tuple[int, ...]) -> None:
     had_v0 = variant in ("draft_model", "medusa", "eagle2") and version < _NO_DRAFT_MODEL[0]
     if version < since and not had_v0:
         raise ConfigError(f"variant '{variant}' needs vLLM {_text(since)} or newer, this is {_text(version)}")
-
-
-def _schedule_fault(config: ServingConfig) -> str | None:
-    """vLLM's own rules: inclusive ranges that start at 1, in order, with K up to the configured K."""
-    expected = 1
-    for entry in config.extra.get("k_schedule") or []:
-        if len(entry) != 3 or not all(isinstance(number, int) for number in entry):
-            return f"K schedule entry {entry!r} is not [first batch size, last batch size, K]"
-        first, last, k = entry
-        if (expected == 1 and first != 1) or first < expected or last < first:
-            return f"K schedule entry {list(entry)}: ranges start at batch size 1, ascend, and do not overlap"
-        if not 0 <= k <= config.k:
-            return f"K schedule entry {list(entry)}: K must lie between 0 and the configuration's K = {config.k}"
-        expected = last + 1
-    return None
 
 
 @lru_cache(maxsize=8)

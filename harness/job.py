@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,8 @@ def check_models(space: Space, facts: WorkloadFacts, outputs: Sequence[str] = ()
     return tuple(findings)
 
 
-def run_job(settings: RunSettings) -> None:
-    """Run the main job and render its report.
+def run_job(settings: RunSettings, render: Callable[[Path], None]) -> None:
+    """Run the main job; `render` writes the report of the finished run directory.
 
     Raises:
         BackendError: not one baseline could be measured.
@@ -94,8 +94,6 @@ def run_job(settings: RunSettings) -> None:
             result = run.execute(job.findings, shlex.join(["python", *sys.argv]))
     finally:
         store.close()
-    from reports import render  # brings matplotlib: only now
-
     render(out)
     _say_result(result, out)
     if not any(trial["state"] == "COMPLETE" and trial["role"] == "baseline" for trial in result["trials"]):
