@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -38,6 +38,10 @@ class Ratio:
             return f"{self.value:.2f}x (too few requests for an interval)"
         return f"{self.value:.2f}x (95 % interval {self.ci95[0]:.2f} to {self.ci95[1]:.2f})"
 
+    def widened(self, drift: float) -> Ratio:
+        """With both ends of the interval moved out by the factor `drift` >= 1; the value stays."""
+        return self if self.ci95 is None else Ratio(self.value, (self.ci95[0] / drift, self.ci95[1] * drift))
+
     def to_dict(self, metric: str) -> dict[str, Any]:
         return {"metric": metric, "value": self.value, "ci95": list(self.ci95) if self.ci95 else None}
 
@@ -53,6 +57,8 @@ class BatchEvidence:
     tau: float | None
     tpot_off_s: float | None = None
     tpot_on_s: float | None = None
+    drafted_share: float | None = None  # of decode steps; n-gram and suffix often find nothing to draft
+    tau_drafted: float | None = None  # tokens per step that had a draft
 
     @property
     def step_cost_ratio(self) -> float | None:
@@ -74,6 +80,19 @@ class Evidence:
     open_e2e_p95: Ratio | None
     schedule: tuple[tuple[int, int], ...] = ()  # (measured batch size, best K there, 0 for off)
     metric: str = "e2e_p50"  # what `BatchEvidence.speedup` compares
+    drift: float = 1.0  # >= 1: factor between off's first and last measurement; what the machine does by itself proves nothing
+
+    def with_drift_in_intervals(self) -> Evidence:
+        """The same evidence with every latency interval widened by the drift, so that a change of that size is no result.
+
+        Throughput is widened after its batch sizes are combined: the drift is common to all of them.
+        """
+
+        def wide(ratio: Ratio | None) -> Ratio | None:
+            return ratio.widened(self.drift) if ratio else None
+
+        rows = (replace(row, speedup=row.speedup.widened(self.drift), e2e_p95=wide(row.e2e_p95)) for row in self.by_batch)
+        return replace(self, by_batch=tuple(rows), open_e2e_p50=wide(self.open_e2e_p50), open_e2e_p95=wide(self.open_e2e_p95))
 
     def deciding(self) -> BatchEvidence | None:
         """The evidence at the measured batch size nearest, on a log scale, to the trace's mean."""
@@ -96,7 +115,7 @@ class Evidence:
             return Ratio(math.exp(log_value), None)
         halves = [weight / total * math.log(r.ci95[1] / r.ci95[0]) / 2 for r, weight in parts if r.ci95]
         half = math.sqrt(sum(h * h for h in halves))
-        return Ratio(math.exp(log_value), (math.exp(log_value - half), math.exp(log_value + half)))
+        return Ratio(math.exp(log_value), (math.exp(log_value - half), math.exp(log_value + half))).widened(self.drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +139,15 @@ METRIC_NAMES = {
     "goodput": "goodput",
     "cost": "cost per token",
 }
+SAID_DRIFT = 1.005
+"""Drift from which on the reasons mention it; a smaller one is in the intervals all the same."""
+
 NO_BREAK_EVEN: Mapping[str, Any] = {"value": None, "ci95": None}
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """Verdict of one group from its finalist's evidence."""
+    """Verdict of one group from its finalist's evidence, with off's own drift in every interval."""
+    evidence = evidence.with_drift_in_intervals()
     deciding = evidence.deciding()
     if deciding is None:
         reason = "no batch size was measured both with and without speculation"
@@ -157,7 +180,7 @@ def judge(evidence: Evidence) -> Judgement:
     return Judgement(
         verdict,
         speedup,
-        tuple(_reasons(evidence, deciding, speedup, p95, throughput, break_even)),
+        (*_reasons(evidence, deciding, speedup, p95, throughput, break_even), *_drift_reason(evidence.drift)),
         below,
         break_even,
         schedule(evidence.schedule, wins, below) if verdict in ("enable", "enable_below_batch") else (),
@@ -221,6 +244,8 @@ def _reasons(
     lines = [f"{name} with {evidence.config.label()} against off: {speedup.text()}, at {where}."]
     if deciding.tau is not None:
         line = f"Acceptance length tau is {deciding.tau:.2f} tokens per step"
+        if deciding.drafted_share is not None and deciding.drafted_share < 0.99 and deciding.tau_drafted is not None:
+            line += f" ({deciding.drafted_share:.0%} of steps had a draft: {deciding.tau_drafted:.2f} over those)"
         ratio = deciding.step_cost_ratio
         if ratio is not None:
             line += f"; a step costs {ratio:.2f}x one without speculation, so each token costs {ratio / deciding.tau:.2f}x"
@@ -234,6 +259,15 @@ def _reasons(
     if break_even["value"]:
         lines.append(f"The speed-up falls to 1 at a batch size of about {break_even['value']:.0f}.")
     return lines
+
+
+def _drift_reason(drift: float) -> tuple[str, ...]:
+    if drift < SAID_DRIFT:
+        return ()
+    return (
+        f"Off itself changed by {(drift - 1) * 100:.1f} % between its first and its last measurement; "
+        "every interval above is wider by that factor at both ends.",
+    )
 
 
 def _warnings(deciding: BatchEvidence) -> list[str]:

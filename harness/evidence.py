@@ -74,7 +74,14 @@ def pair(off: Trial, on: Trial, objective: str, records_of: RecordsOf) -> BatchE
         tau=on.speculation["tau"] if on.speculation else None,
         tpot_off_s=_median(off, "tpot_s"),
         tpot_on_s=_median(on, "tpot_s"),
+        drafted_share=_drafted_share(on),
+        tau_drafted=on.speculation["tau_drafted"] if on.speculation else None,
     )
+
+
+def _drafted_share(on: Trial) -> float | None:
+    spec = on.speculation
+    return spec["drafted_steps"] / spec["verify_steps"] if spec and spec["verify_steps"] and spec["drafted_steps"] else None
 
 
 QUANTILES = {"e2e_p50": ("e2e_s", 0.5), "e2e_p95": ("e2e_s", 0.95), "tpot_p50": ("tpot_s", 0.5)}
@@ -170,6 +177,7 @@ def evidence_of(
     objective: str,
     search_evidence: Mapping[ServingConfig, Sequence[BatchEvidence]],
     shares: Mapping[int, float],
+    drift: float,
     records_of: RecordsOf,
 ) -> Evidence:
     """Everything `decide.judge` needs about the finalist of one group.
@@ -188,4 +196,5 @@ def evidence_of(
         open_e2e_p95=p95,
         schedule=best_k(search_evidence, finalist),
         metric=objective,
+        drift=drift,
     )

@@ -9,9 +9,10 @@ from typing import Any
 
 from backends.types import ServingConfig
 from harness import evidence as ev
-from harness.decide import BatchEvidence, Evidence
+from harness.decide import BatchEvidence, Evidence, Ratio
 from harness.settings import RunSettings
 from harness.space import Space, group_key
+from harness.statistics import paired_speedup
 from harness.store import Trial
 from harness.types import Load
 
@@ -71,8 +72,18 @@ class Findings:
             objective=self.objectives[0],
             search_evidence=self.search_evidence(trace),
             shares=self.shares(trace),
+            drift=max(drift.value, 1 / drift.value) if (drift := self.drift(trace, finalist.off())) else 1.0,
             records_of=self.records_of,
         )
+
+    def drift(self, trace: str, off: ServingConfig) -> Ratio | None:
+        """Off's E2E p50 at the start of the run ÷ at its end, on the same requests; None where it was not measured twice."""
+        load = closed_load(trace, self.space.batch_sizes[-1])
+        first, last = (self.find(off, load, stage) for stage in ("baseline", "baseline_last"))
+        if first is None or last is None:
+            return None
+        found = paired_speedup(self.records_of(first), self.records_of(last), "e2e_s", 0.5)
+        return Ratio(found.value, found.ci95) if math.isfinite(found.value) else None
 
     def shares(self, trace: str) -> dict[int, float]:
         """The trace's own batch sizes with off at its own load; empty where it has no arrivals."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from backends.registry import ADAPTERS
 from backends.types import ServingConfig
-from harness.decide import Judgement, Ratio, judge
+from harness.decide import Judgement, judge
+from harness.depth import depth, overhead_of
 from harness.environment import environment
 from harness.evidence import pair
-from harness.findings import Finalists, Findings, closed_load
+from harness.findings import Finalists, Findings
 from harness.space import group_label
-from harness.statistics import paired_speedup
 from harness.store import RunStore, Trial
 from harness.types import Decision
 from workloads.types import Trace
@@ -32,7 +32,7 @@ def build_result(
         "environment": environment(),
         "trials": [{**public_trial(t, findings.quality), "speedup": _trial_speedup(findings, t)} for t in findings.trials],
         "predictions": [],
-        "decisions": [decision(findings, name, finalists).to_dict() for name in traces],
+        "decisions": [decision(findings, trace, finalists).to_dict() for trace in traces.values()],
         "preflight": [],
         "losslessness": [],
         "diagnosis": [],
@@ -43,9 +43,11 @@ def build_result(
     }
 
 
-def decision(findings: Findings, trace: str, finalists: Finalists) -> Decision:
+def decision(findings: Findings, workload: Trace, finalists: Finalists) -> Decision:
     """The verdict of each group, and overall the fastest of those that may win."""
-    groups = [(config, judge(findings.evidence(trace, config))) for config in finalists.values()]
+    trace = workload.name
+    evidence = {config: findings.evidence(trace, config) for config in finalists.values()}
+    groups = [(config, judge(found)) for config, found in evidence.items()]
     by_engine = tuple(_group_decision(findings, trace, config, judgement) for config, judgement in groups)
     allowed = [pair for pair in groups if findings.may_win(pair[0])]
     warnings = (*_drift_warnings(findings, trace), *_trial_warnings(findings, trace))
@@ -54,18 +56,20 @@ def decision(findings: Findings, trace: str, finalists: Finalists) -> Decision:
         return Decision(trace, "not_measurable", None, None, (reason,), warnings, by_engine=by_engine)
     config, judgement = min(allowed, key=lambda pair: findings.cost_of(trace, recommended(*pair)))
     chosen = recommended(config, judgement)
+    costs = overhead_of(findings, trace, evidence[config])
     return Decision(
         trace=trace,
         verdict=judgement.verdict,
         config=chosen,
         speedup=_speedup(findings, judgement),
-        reasons=judgement.reasons,
+        reasons=(*judgement.reasons, *(costs.reasons() if costs else ())),
         warnings=(*judgement.warnings, *warnings),
         below_batch=judgement.below_batch,
         break_even_batch=judgement.break_even,
         k_by_batch_size=judgement.k_by_batch_size,
         launch=_launch(findings, chosen),
         by_engine=by_engine,
+        depth=depth(findings, workload, evidence[config], judgement),
     )
 
 
@@ -148,15 +152,10 @@ def _launch(findings: Findings, config: ServingConfig) -> dict[str, Any]:
 
 
 def _drift_warnings(findings: Findings, trace: str) -> list[str]:
-    load = closed_load(trace, findings.space.batch_sizes[-1])
     warnings = []
     for off in findings.primary_offs:
-        first, last = (findings.find(off, load, stage) for stage in ("baseline", "baseline_last"))
-        if first is None or last is None:
-            continue
-        drift = paired_speedup(findings.records_of(first), findings.records_of(last), "e2e_s", 0.5)
-        ratio = Ratio(drift.value, drift.ci95)
-        if abs(ratio.value - 1) > DRIFT_LIMIT and (ratio.better or ratio.worse or ratio.ci95 is None):
+        ratio = findings.drift(trace, off)
+        if ratio and abs(ratio.value - 1) > DRIFT_LIMIT and (ratio.better or ratio.worse or ratio.ci95 is None):
             change = "faster" if ratio.value > 1 else "slower"
             warnings.append(
                 f"The machine drifted: off was {abs(1 - 1 / ratio.value) * 100:.0f} % {change} at the end of the run than at "

@@ -82,11 +82,6 @@ def _warnings(spec: Speculation, counters: SpecCounters, emitted: int | None) ->
         warnings.append(
             f"tau from the streams is {spec.tau:.3f}, from the server's counters {spec.tau_counter:.3f}: more than 1 % apart"
         )
-    share = _share(counters.drafted_steps, counters.decode_steps)
-    if spec.tau and spec.tau_drafted and share is not None and share < 1 - DISAGREEMENT:
-        warnings.append(
-            f"{share:.0%} of decode steps had a draft: tau over those is {spec.tau_drafted:.3f}, over all {spec.tau:.3f}"
-        )
     if emitted is None and counters.decode_steps:
         warnings.append("some requests did not complete or have no token count: tau is from the server's counters alone")
     if counters.draft_tokens and counters.accepted_tokens == 0:

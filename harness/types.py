@@ -153,6 +153,7 @@ class Decision:
     k_by_batch_size: tuple[tuple[int, int, int], ...] = ()
     launch: Mapping[str, Any] | None = None
     by_engine: tuple[Mapping[str, Any], ...] = ()
+    depth: Mapping[str, Any] | None = None  # overhead, rules of thumb, sensitivity: `harness.depth`
 
     def to_dict(self) -> dict[str, Any]:
         out = asdict(self)

@@ -32,6 +32,11 @@ def _if_present(key: str) -> Builder:
     return lambda run: {"value": run.result[key]} if run.result[key] else None
 
 
+def _basis(run: RunData) -> Mapping[str, Any] | None:
+    decisions = [d for d in run.result["decisions"] if d.get("depth")]
+    return {"decisions": decisions} if decisions else None
+
+
 def _engines(run: RunData) -> Mapping[str, Any] | None:
     groups = [d for decision in run.result["decisions"] for d in decision["by_engine"]]
     return {"decisions": run.result["decisions"]} if len(groups) > len(run.result["decisions"]) else None
@@ -99,6 +104,7 @@ def _reproduce(run: RunData) -> Mapping[str, Any]:
 
 
 SECTIONS: tuple[Section, ...] = (
+    Section("basis", "Behind the verdict", _basis),
     Section("engines", "Verdict for each engine and quantization", _engines),
     Section("maps", "Speed-up by batch size and K", _maps),
     Section("schedule", "K by batch size", _schedule),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,3 +118,40 @@ def test_a_schedule_covers_each_batch_size_once_and_ends_at_the_largest_measured
     for batch, k in best:
         (row,) = [row for row in rows if row[0] <= batch <= row[1]]
         assert row[2] == (k if batch in wins else 0)
+
+
+def test_a_win_no_larger_than_the_drift_of_off_is_no_enable() -> None:
+    narrow = world(at(4, 1.001, 1.08))
+    assert judge(narrow).verdict == "enable"
+    drifted = judge(replace(narrow, drift=1.04))
+    assert drifted.verdict == "no_clear_winner"
+    assert drifted.speedup is not None
+    assert drifted.speedup.ci95 == pytest.approx((1.001 / 1.04, 1.08 * 1.04))
+    assert any("Off itself changed by 4.0 %" in reason for reason in drifted.reasons)
+
+
+def test_a_win_well_above_the_drift_stands_and_so_does_a_loss() -> None:
+    assert judge(replace(world(at(4, 1.2, 1.3)), drift=1.04)).verdict == "enable"
+    assert judge(replace(world(at(4, 0.7, 0.8)), drift=1.04)).verdict == "skip"
+
+
+@given(st.floats(0.5, 2.0), st.floats(0.0, 0.3), st.floats(1.0, 1.2), st.floats(1.0, 1.2))
+def test_more_drift_never_makes_a_verdict_surer(middle: float, half: float, drift: float, more: float) -> None:
+    row = at(4, middle * (1 - half), middle * (1 + half))
+    less_sure = judge(replace(world(row), drift=drift * more)).verdict
+    if judge(replace(world(row), drift=drift)).verdict == "no_clear_winner":
+        assert less_sure == "no_clear_winner"
+
+
+def test_drift_widens_the_combined_throughput_once() -> None:
+    rows = (at(1, 0.99, 1.01), at(16, 0.99, 1.01))
+    still, moved = (Evidence(NGRAM, rows, {1: 0.5, 16: 0.5}, 4.0, None, None, drift=d).throughput() for d in (1.0, 1.1))
+    assert still == Ratio(pytest.approx(1.0, abs=1e-4), (pytest.approx(1 / 1.0071, abs=1e-3), pytest.approx(1.0071, abs=1e-3)))
+    assert moved is not None
+    assert moved.ci95 == pytest.approx((1 / 1.0071 / 1.1, 1.0071 * 1.1), abs=1e-3)
+
+
+def test_steps_without_a_draft_are_one_note_beside_tau() -> None:
+    row = replace(at(4, 1.2, 1.3), drafted_share=0.31, tau_drafted=4.2)
+    (line,) = [r for r in judge(world(row)).reasons if "had a draft" in r]
+    assert line == "Acceptance length tau is 2.00 tokens per step (31% of steps had a draft: 4.20 over those)."

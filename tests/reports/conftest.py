@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_builder import HOSTILE, RunSpec, build_run
+from run_builder import RunSpec, build_run
+from run_sections import HOSTILE
 
 from reports import render
 

@@ -12,12 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-HOSTILE = "<script>window.pwned=1</script></svg>{{7*7}}{%raw%}\x1b[31m\x00\u202egnp.exe שלום $x_1$ 'q' \"q\" & -->"
-"""Markup, template syntax, control characters, a right-to-left override, Hebrew and mathtext in one name."""
-
-SECRET = "SECRET PROMPT TEXT"
-"""Stands for the text of a prompt: it must not reach a report unless asked for."""
+import run_sections as sections
+from run_sections import HOSTILE
 
 ACCEPTANCE = {"off": (0.0, 0.0), "ngram": (0.55, 0.02), "draft_model": (0.82, 0.12), "eagle3": (0.78, 0.07)}
 """Variant -> (conditional acceptance of a draft token, cost of drafting one token relative to a step)."""
@@ -97,14 +93,14 @@ def result_of(spec: RunSpec) -> BuiltRun:
     _spoil(trials, built, spec)
     built.result = {
         "schema": 1,
-        "workloads": [_workload(trace, spec) for trace in spec.traces],
-        "environment": _environment(),
+        "workloads": [sections.workload(trace) for trace in spec.traces],
+        "environment": sections.environment(),
         "trials": trials,
-        "predictions": _predictions(trials) if spec.extras else [],
+        "predictions": sections.predictions(trials) if spec.extras else [],
         "decisions": [_decision(trace, best, trials, spec) for trace in spec.traces],
-        "preflight": _preflight() if spec.extras else [],
-        "losslessness": _losslessness(spec) if spec.extras else [],
-        "diagnosis": _diagnosis(spec) if spec.extras else [],
+        "preflight": sections.preflight() if spec.extras else [],
+        "losslessness": sections.losslessness(spec.traces[0], _first_config(spec)) if spec.extras else [],
+        "diagnosis": sections.diagnosis(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "interference": None,
         "capacity": None,
         "selftest": None,
@@ -127,6 +123,10 @@ def result_of(spec: RunSpec) -> BuiltRun:
         },
     }
     return built
+
+
+def _first_config(spec: RunSpec) -> dict[str, Any]:
+    return _config(spec.engines[0], spec.variants[-1], spec.k[0], "none")
 
 
 def _config(engine: str, variant: str, k: int, quant: str) -> dict[str, Any]:
@@ -308,51 +308,6 @@ def _spoil(trials: list[dict[str, Any]], built: BuiltRun, spec: RunSpec) -> None
     pruned["metrics"]["output_tokens_per_s"] = None
 
 
-def _workload(trace: str, spec: RunSpec) -> dict[str, Any]:
-    return {
-        "trace": trace,
-        "sha256": hashlib.sha256(trace.encode()).hexdigest(),
-        "format": "openai_batch",
-        "read": 120,
-        "kept": 117,
-        "dropped": {"embeddings_url": 2, f"{HOSTILE} not JSON": 1},
-        "content_grade": "B",
-        "span_s": 60.0,
-        "input_tokens": {"p50": 152.0, "p95": 260.0},
-        "output_tokens": {"p50": 51.0, "p95": 86.0},
-        "profile": {
-            "arrivals": {"rate_per_s": 1.95, "peak_minute_rate_per_s": 2.6, "burstiness": 1.31},
-            "categories": {"chat": 60, "code": 40, "extract": 17},
-            "sampling": {"temperature": {"0": 70, "0.8": 47}},
-            "examples": [{"prompt": SECRET}],
-        },
-    }
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "host": {"cpu": "AMD EPYC (2 cores)", "cores": 2, "memory_gib": 24, "system": "Linux"},
-        "gpu": [],
-        "versions": {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.24.0", "spectune": "0.1.0"},
-        "fingerprint": "sha256:" + "ab12" * 16,
-    }
-
-
-def _predictions(trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    searched = [t for t in trials if t["stage"] == "search" and t["metrics"]][:6]
-    return [
-        {
-            "config": t["config"],
-            "load": t["load"],
-            "tau": t["speculation"]["tau"] * 1.04,
-            "e2e_p50_s": t["metrics"]["e2e_s"]["p50"] * 0.93,
-            "output_tokens_per_s": 80.0,
-            "measured_in_trial": t["number"] if i % 2 == 0 else None,
-        }
-        for i, t in enumerate(searched)
-    ]
-
-
 def _decision(
     trace: str, best: Mapping[tuple[str, str, str], dict[str, Any]], trials: Sequence[Mapping[str, Any]], spec: RunSpec
 ) -> dict[str, Any]:
@@ -406,7 +361,7 @@ def _decision(
         command = "python -m backends.reference --model SmolLM2-135M-Instruct --port 8000"
         command += f" --variant {config['variant']} --k {config['k']} --draft self-int4 --max-num-seqs 64" if on else ""
         launch = {"command": command, "env": {"OMP_NUM_THREADS": "2"}, "files": {}}
-    return {**judgement, "by_engine": by_engine, "launch": launch}
+    return {**judgement, "by_engine": by_engine, "launch": launch, "depth": sections.depth() if spec.extras else None}
 
 
 def _open_loop_ratio(trace: str, config: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> float:
@@ -414,45 +369,3 @@ def _open_loop_ratio(trace: str, config: Mapping[str, Any], trials: Sequence[Map
     off = next(t for t in mine if t["config"]["variant"] == "off" and t["config"]["backend"] == config["backend"])
     on = next(t for t in mine if t["config"] == config)
     return off["metrics"]["e2e_s"]["p50"] / on["metrics"]["e2e_s"]["p50"]
-
-
-def _preflight() -> list[dict[str, Any]]:
-    return [
-        {"check": "tokenizer", "status": "ok", "message": "draft and target share one vocabulary of 49152 tokens"},
-        {"check": "context", "status": "warn", "message": f"2 prompts are within 64 tokens of the context {HOSTILE}"},
-    ]
-
-
-def _losslessness(spec: RunSpec) -> list[dict[str, Any]]:
-    return [
-        {
-            "trace": spec.traces[0],
-            "config": _config(spec.engines[0], spec.variants[-1], spec.k[0], "none"),
-            "verdict": "within_control",
-            "requests": 40,
-            "exact_match_share": 0.95,
-            "exact_match_ci95": [0.84, 0.99],
-            "control_exact_match_share": 0.93,
-            "first_divergence_token_p50": 23,
-            "near_tie_divergences": 2,
-            "examples": [{"text": SECRET, "output_text": SECRET}],
-        }
-    ]
-
-
-def _diagnosis(spec: RunSpec) -> list[dict[str, Any]]:
-    return [
-        {
-            "trace": spec.traces[0],
-            "config": _config(spec.engines[0], "ngram", spec.k[0], "none"),
-            "first_position_acceptance": 0.41,
-            "causes": [
-                {
-                    "cause": "workload mismatch",
-                    "evidence": "probe text accepts 0.71, the trace 0.41",
-                    "next": "try suffix decoding",
-                },
-                {"cause": "unknown", "evidence": "temperature does not separate the rest", "next": "rerun with --limit 200"},
-            ],
-        }
-    ]

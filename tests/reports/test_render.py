@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_builder import HOSTILE, SECRET, RunSpec, build_run
+from run_builder import RunSpec, build_run
+from run_sections import HOSTILE, SECRET
 
 from harness.result_schema import ResultError
 from reports import ReportError, render
@@ -230,3 +231,16 @@ def test_a_result_that_breaks_the_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"result\.json"):
         render(tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_what_stands_behind_the_verdict_is_shown_with_its_prediction_marked(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    section = html[html.index('<section id="basis"') :]
+    section = section[: section.index("</section>")]
+    text = Page(section).text
+    assert "between: twice the batch takes 1.41× the time of a step" in text
+    assert "1.75×; drafting and the wider verification are 42.9 % of it" in text
+    assert "65,536 and 58,982: room for 323 and 291 requests of mean length" in text
+    assert "4.2 s and –" in text
+    assert "load +50 % batch size about 24.0 0.94× 0.900 to 0.990 off changes" in text
+    assert section.count('predicted"') == 2 * 2

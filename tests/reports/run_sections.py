@@ -1,0 +1,142 @@
+"""The parts of a built run that no trial stands behind: workload, machine, predictions, and the optional sections."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HOSTILE = "<script>window.pwned=1</script></svg>{{7*7}}{%raw%}\x1b[31m\x00\u202egnp.exe שלום $x_1$ 'q' \"q\" & -->"
+"""Markup, template syntax, control characters, a right-to-left override, Hebrew and mathtext in one name."""
+
+SECRET = "SECRET PROMPT TEXT"
+"""Stands for the text of a prompt: it must not reach a report unless asked for."""
+
+
+def workload(trace: str) -> dict[str, Any]:
+    return {
+        "trace": trace,
+        "sha256": hashlib.sha256(trace.encode()).hexdigest(),
+        "format": "openai_batch",
+        "read": 120,
+        "kept": 117,
+        "dropped": {"embeddings_url": 2, f"{HOSTILE} not JSON": 1},
+        "content_grade": "B",
+        "span_s": 60.0,
+        "input_tokens": {"p50": 152.0, "p95": 260.0},
+        "output_tokens": {"p50": 51.0, "p95": 86.0},
+        "profile": {
+            "arrivals": {"rate_per_s": 1.95, "peak_minute_rate_per_s": 2.6, "burstiness": 1.31},
+            "categories": {"chat": 60, "code": 40, "extract": 17},
+            "sampling": {"temperature": {"0": 70, "0.8": 47}},
+            "examples": [{"prompt": SECRET}],
+        },
+    }
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "host": {"cpu": "AMD EPYC (2 cores)", "cores": 2, "memory_gib": 24, "system": "Linux"},
+        "gpu": [],
+        "versions": {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.24.0", "spectune": "0.1.0"},
+        "fingerprint": "sha256:" + "ab12" * 16,
+    }
+
+
+def predictions(trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    searched = [t for t in trials if t["stage"] == "search" and t["metrics"]][:6]
+    return [
+        {
+            "config": t["config"],
+            "load": t["load"],
+            "tau": t["speculation"]["tau"] * 1.04,
+            "e2e_p50_s": t["metrics"]["e2e_s"]["p50"] * 0.93,
+            "output_tokens_per_s": 80.0,
+            "measured_in_trial": t["number"] if i % 2 == 0 else None,
+        }
+        for i, t in enumerate(searched)
+    ]
+
+
+def preflight() -> list[dict[str, Any]]:
+    return [
+        {"check": "tokenizer", "status": "ok", "message": "draft and target share one vocabulary of 49152 tokens"},
+        {"check": "context", "status": "warn", "message": f"2 prompts are within 64 tokens of the context {HOSTILE}"},
+    ]
+
+
+def losslessness(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "trace": trace,
+            "config": config,
+            "verdict": "within_control",
+            "requests": 40,
+            "exact_match_share": 0.95,
+            "exact_match_ci95": [0.84, 0.99],
+            "control_exact_match_share": 0.93,
+            "first_divergence_token_p50": 23,
+            "near_tie_divergences": 2,
+            "examples": [{"text": SECRET, "output_text": SECRET}],
+        }
+    ]
+
+
+def diagnosis(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "trace": trace,
+            "config": config,
+            "first_position_acceptance": 0.41,
+            "causes": [
+                {
+                    "cause": "workload mismatch",
+                    "evidence": "probe text accepts 0.71, the trace 0.41",
+                    "next": "try suffix decoding",
+                },
+                {"cause": "unknown", "evidence": "temperature does not separate the rest", "next": "rerun with --limit 200"},
+            ],
+        }
+    ]
+
+
+def depth() -> dict[str, Any]:
+    return {
+        "overhead": {
+            "regime": "between",
+            "step_time_elasticity": 0.5,
+            "step_cost_ratio": 1.75,
+            "draft_and_verify_share": 0.4286,
+            "kv_cache_tokens_off": 65536,
+            "kv_cache_tokens_on": 58982,
+            "concurrency_ceiling_off": 322.8,
+            "concurrency_ceiling_on": 290.6,
+            "startup_off_s": 4.2,
+            "startup_on_s": None,
+        },
+        "rules_of_thumb": [
+            {"rule": "It pays where the average batch size is under 16 to 32.", "here": "3.1", "says": "on", "agrees": True},
+            {"rule": "It pays for targets of 30 billion parameters or more.", "here": HOSTILE, "says": "off", "agrees": False},
+            {"rule": "It pays where memory is not already the limit.", "here": "not known", "says": None, "agrees": None},
+        ],
+        "sensitivity": [
+            {
+                "change": "load +50 %",
+                "speedup": 0.94,
+                "ci95": [0.9, 0.99],
+                "outcome": "off",
+                "changes_verdict": True,
+                "predicted": True,
+                "note": "batch size about 24.0",
+            },
+            {
+                "change": "load -50 %",
+                "speedup": None,
+                "ci95": None,
+                "outcome": None,
+                "changes_verdict": None,
+                "predicted": True,
+                "note": "beyond the measured batch sizes",
+            },
+        ],
+    }
