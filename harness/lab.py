@@ -14,12 +14,13 @@ from backends.endpoints import connect
 from backends.process import Server, free_port
 from backends.registry import ADAPTERS
 from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig
+from harness.answers import Output
 from harness.environment import environment
 from harness.measure import measure, records_table
 from harness.progress import RunProgress
 from harness.replay import Replay, ReplayOptions, replay
 from harness.settings import RunSettings
-from harness.smoke import Output, smoke_requests, smoke_test
+from harness.smoke import smoke_requests, smoke_test
 from harness.store import RunStore, Trial, measurement_fields, model_identity, trial_key
 from harness.types import Load, Measurement, Role
 from harness.warmup import warm_up
@@ -114,6 +115,14 @@ class Lab:
         if trial not in self.trials:
             self.trials.append(trial)
         return trial
+
+    def endpoint(self, config: ServingConfig) -> Endpoint:
+        """The running server of `config`, started if another or none runs: for looks that are no load.
+
+        Raises:
+            BackendError, ConfigError: it does not start.
+        """
+        return self._ensure_server(config, self.store.next_number()).endpoint
 
     def _run(self, common: dict[str, Any]) -> Trial:
         config, load = common["config"], common["load"]

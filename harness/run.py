@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.findings import Finding
+from harness.audits import LosslessnessAudit
 from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.lab import Lab
 from harness.progress import RunProgress
@@ -54,6 +55,8 @@ class Run:
         self.findings = Findings(settings, space, store.records)
         self.lab = Lab(settings, store, traces, progress, self.findings.trials)
         self.parts = parts
+        requests = {name: [trace.requests()[i] for i in parts[name].confirm] for name, trace in traces.items()}
+        self.losslessness = LosslessnessAudit(self.lab, store, requests, settings.seed)
         self.began = time.monotonic()
 
     def execute(self, preflight: Sequence[Finding] = (), command: str = "") -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Run:
             self._confirm(finalists)
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
+        result["losslessness"] = self.losslessness.result()
         result["preflight"] = [finding.to_dict() for finding in preflight]
         result["reproduce"] = {"command": command, "seed": self.settings.seed}
         validate(result)
@@ -145,6 +149,9 @@ class Run:
                         self.lab.run(server, closed_load(name, batch), parts.confirm, "confirm", "confirm")
                     if server is config and self._has_arrivals(name):
                         self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
+                if server is config:
+                    self.losslessness.on(config)
+            self.losslessness.off(config)
             for name, parts in self.parts.items():  # off last, on the very requests it was first measured on: the drift
                 load = closed_load(name, self.space.batch_sizes[-1])
                 self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")

@@ -7,40 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from backends.counters import parse_metrics
-from backends.http_client import Reply, call
+from backends.http_client import call
 from backends.types import Endpoint, ServingConfig, SpecCounters
-from harness.client import ReplayOptions, call_of
+from harness.answers import LOOPING_SHARE, MAX_TOKENS, NEAR_TIE_NATS, NoAnswer, Output, ask
 from workloads.types import Request
 
-MAX_TOKENS = 32
-TIMEOUT_S = 120.0
-NEAR_TIE_NATS = 0.25  # two steps of bfloat16 at logits of 16 to 32: below this, the batch's shape decides which token wins
-LOOPING_SHARE = 0.8
-_NGRAM = 4
-_LOOP_MIN_TOKENS = 16
 _ECHO = "one two three four five six seven eight nine ten. " * 4  # every drafter finds something to draft here
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Greedy answer to one request. `gaps[i]`: log-probability of token i minus that of the runner-up; empty where not told."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    gaps: tuple[float, ...] = ()
-
-    @property
-    def repetition(self) -> float:
-        """Share of 4-grams that occurred before in the same answer; 0 for a short one."""
-        grams = [self.token_ids[i : i + _NGRAM] for i in range(len(self.token_ids) - _NGRAM + 1)]
-        if len(self.token_ids) < _LOOP_MIN_TOKENS:
-            return 0.0
-        return 1 - len(set(grams)) / len(grams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +25,7 @@ class SmokeResult:
     warnings: tuple[str, ...] = ()  # near-ties, counters that are not published
 
 
-class _Failed(Exception):
+class _Failed(NoAnswer):
     """Why the smoke test failed, in one line."""
 
 
@@ -76,7 +51,7 @@ def smoke_test(
     try:
         before = _counters(endpoint)
         for request in requests:
-            outputs[request.index] = output = _ask(endpoint, request, gaps=config.variant == "off")
+            outputs[request.index] = output = ask(endpoint, request, gaps=config.variant == "off")
             off = baseline.get(request.index) if baseline else None
             _judge_text(request, output, off)
             note = compare(output, off) if off else None
@@ -84,7 +59,7 @@ def smoke_test(
                 warnings.append(f"request {request.index}: {note}")
         if config.variant != "off":
             warnings += _judge_drafting(endpoint, config, before)
-    except _Failed as failure:
+    except NoAnswer as failure:
         return SmokeResult(f"smoke test: {failure}", outputs, tuple(warnings))
     return SmokeResult(None, outputs, tuple(warnings))
 
@@ -123,7 +98,7 @@ def _judge_text(request: Request, output: Output, off: Output | None) -> None:
 def _judge_drafting(endpoint: Endpoint, config: ServingConfig, before: SpecCounters | None) -> list[str]:
     """Speculation that was asked for and silently is not there is the commonest way to measure nothing."""
     probe = Request(index=-1, arrival_s=None, prompt=_ECHO, max_tokens=MAX_TOKENS)
-    _ask(endpoint, probe, gaps=False)
+    ask(endpoint, probe, gaps=False)
     after = _counters(endpoint)
     if before is None or after is None:
         return ["the server publishes no counters: whether it drafts cannot be seen"]
@@ -138,51 +113,6 @@ def _judge_drafting(endpoint: Endpoint, config: ServingConfig, before: SpecCount
     if increase.draft_tokens and not increase.accepted_tokens:
         return [f"none of {increase.draft_tokens} draft tokens was accepted"]
     return []
-
-
-def _ask(endpoint: Endpoint, request: Request, *, gaps: bool) -> Output:
-    """One greedy answer.
-
-    Raises:
-        _Failed: no answer, an error, or a body that is no completion.
-    """
-    sampling = {k: v for k, v in request.sampling.items() if k in ("stop", "tools", "tool_choice")}
-    request = replace(request, sampling={**sampling, "temperature": 0})
-    prepared = call_of(request, endpoint, ReplayOptions()).shortened(MAX_TOKENS)
-    fields = {key: value for key, value in prepared.fields.items() if key not in ("stream", "stream_options")}
-    fields["return_token_ids"] = True
-    chat = prepared.path.endswith("/chat/completions")
-    probabilities: dict[str, Any] = ({"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}) if gaps else {}
-    reply = _post(endpoint, prepared.path, {**fields, **probabilities})
-    if reply is not None and reply.status == 400 and probabilities:  # an engine without log-probabilities
-        reply = _post(endpoint, prepared.path, fields)
-    if reply is None:
-        raise _Failed(f"request {request.index} got no answer within {TIMEOUT_S:.0f} s")
-    body = reply.json()
-    if reply.status != 200 or not isinstance(body, dict) or not body.get("choices"):
-        raise _Failed(f"request {request.index} got HTTP {reply.status}: {' '.join(reply.body[:200].split())}")
-    return _output(body["choices"][0])
-
-
-def _post(endpoint: Endpoint, path: str, fields: Mapping[str, Any]) -> Reply | None:
-    return call(endpoint.base_url + path, fields, timeout_s=TIMEOUT_S, api_key_env=endpoint.api_key_env)
-
-
-def _output(choice: Mapping[str, Any]) -> Output:
-    text = choice["message"].get("content") if "message" in choice else choice.get("text")
-    return Output(text or "", tuple(choice.get("token_ids") or ()), choice.get("finish_reason"), _gaps(choice.get("logprobs")))
-
-
-def _gaps(logprobs: Mapping[str, Any] | None) -> tuple[float, ...]:
-    """Difference of the two best log-probabilities at each token, in the chat or the completions layout."""
-    if not logprobs:
-        return ()
-    if logprobs.get("content"):
-        tops = [[entry["logprob"] for entry in token.get("top_logprobs", [])] for token in logprobs["content"]]
-    else:
-        tops = [list((top or {}).values()) for top in logprobs.get("top_logprobs") or []]
-    pairs = [sorted(top, reverse=True)[:2] for top in tops]
-    return tuple(pair[0] - pair[1] if len(pair) == 2 else float("inf") for pair in pairs)
 
 
 def _counters(endpoint: Endpoint) -> SpecCounters | None:

@@ -54,7 +54,10 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
     assert {t["config"]["variant"] for t in measured} == {"off", "ngram"}
     assert all(t["speculation"]["tau"] == 1.0 for t in measured if t["config"]["variant"] == "off")
     assert all(t["metrics"]["requests"]["failed"] == 0 for t in measured)
+    (audit,) = result["losslessness"]
+    assert audit["verdict"] in ("identical", "within_control")
     (decision,) = result["decisions"]
+    assert len(decision["depth"]["rules_of_thumb"]) == 6
     assert decision["launch"]["command"]
     rows = pq.read_table(out / "trials" / "0000" / "requests.parquet").to_pylist()
     assert [row["index"] for row in rows]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from backends.types import Endpoint, ServingConfig
-from harness.smoke import Output, SmokeResult, smoke_requests, smoke_test
+from harness.answers import Output
+from harness.smoke import SmokeResult, smoke_requests, smoke_test
 from workloads.types import Request
 
 SPEC = ServingConfig(backend="vllm", model="m", variant="ngram", k=4)

@@ -1,0 +1,107 @@
+"""What is looked at on the servers of the confirmation beside its loads. Each finding is on disk as soon as it is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from backends.types import BackendError, ConfigError, Endpoint, ServingConfig
+from harness import losslessness
+from harness.answers import NoAnswer, Output, ask_all
+from harness.lab import Lab
+from harness.store import RunStore
+from workloads.types import Request
+
+REQUESTS = 16
+"""Answers compared for each trace: few, since each costs as much as a measured request."""
+
+AT_ONCE, CONTROL_AT_ONCE = 4, 1
+"""Requests at a time on both sides of the comparison, and in the control: another batch shape."""
+
+Answers = Mapping[int, Output]
+
+
+class Findings:
+    """A list of entries in the run directory, each found again by a key that is not shown."""
+
+    def __init__(self, store: RunStore, name: str) -> None:
+        self._store, self._name = store, f"{name}.json"
+        path = store.directory / self._name
+        self._entries: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
+    def add(self, key: str, entry: dict[str, Any]) -> None:
+        self._entries[key] = entry
+        self._store.write_json(self._name, self._entries)
+
+    def shown(self, keys: Sequence[str]) -> list[dict[str, Any]]:
+        return [self._entries[key] for key in keys if key in self._entries]
+
+
+class LosslessnessAudit:
+    """Asks a finalist and its off for the same answers and compares them. Texts stay in memory; only the comparison is kept."""
+
+    def __init__(self, lab: Lab, store: RunStore, requests: Mapping[str, Sequence[Request]], seed: int) -> None:
+        """`requests` by trace: those of the confirmation."""
+        self._lab, self._seed = lab, seed
+        self._requests = {name: few[:REQUESTS] for name, few in requests.items()}
+        self._found = Findings(store, "losslessness")
+        self._greedy: dict[tuple[str, str], Answers] = {}
+        self._sampled: dict[tuple[str, str], Answers] = {}
+        self._keys: list[str] = []
+
+    def on(self, config: ServingConfig) -> None:
+        """To be called while the server of `config` runs, before `off`."""
+        if config.backend == "simulated":  # it has no text to look at
+            return
+        for name in self._requests:
+            key = _key(name, config)
+            self._keys.append(key)
+            if key not in self._found:
+                self._guard(key, name, config, partial(self._answer, "on", name))
+
+    def off(self, config: ServingConfig) -> None:
+        """Compare `config` with its off, whose server runs now."""
+        for name, few in self._requests.items():
+            key = _key(name, config)
+            if key in self._found or ("on", name) not in self._greedy:
+                continue
+
+            def finish(endpoint: Endpoint, key: str = key, name: str = name, few: Sequence[Request] = few) -> None:
+                self._answer("off", name, endpoint)
+                control = ask_all(endpoint, few, at_once=CONTROL_AT_ONCE)
+                sides = [(self._greedy[side, name], self._sampled.get((side, name))) for side in ("on", "off")]
+                (on, on_sampled), (off, off_sampled) = sides
+                sampled = (on_sampled, off_sampled) if on_sampled and off_sampled else None
+                entry = losslessness.entry(on, off, control, shapes=(AT_ONCE, CONTROL_AT_ONCE), sampled=sampled)
+                self._found.add(key, {"trace": name, "config": config.to_dict(), **entry})
+                self._lab.progress.note(f"  losslessness: {entry['verdict'].replace('_', ' ')}: {entry['reason']}")
+
+            self._guard(key, name, config.off(), finish)
+
+    def result(self) -> list[dict[str, Any]]:
+        """Entries of this run's configurations for `result.json`."""
+        return self._found.shown(self._keys)
+
+    def _answer(self, side: str, name: str, endpoint: Endpoint) -> None:
+        few = self._requests[name]
+        self._greedy[side, name] = ask_all(endpoint, few, at_once=AT_ONCE, gaps=side == "off")
+        sampling = [r for r in few if (r.sampling.get("temperature") or 0) > 0]
+        if sampling:
+            self._sampled[side, name] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=self._seed)
+
+    def _guard(self, key: str, name: str, config: ServingConfig, look: Callable[[Endpoint], None]) -> None:
+        """An audit that cannot be done is a line for the reader and no reason to lose the run."""
+        try:
+            look(self._lab.endpoint(config))
+        except (NoAnswer, BackendError, ConfigError, ValueError) as problem:
+            self._greedy.pop(("on", name), None)
+            self._lab.progress.note(f"  losslessness of {config.label()} was not looked at: {problem}")
+
+
+def _key(trace: str, config: ServingConfig) -> str:
+    return json.dumps([trace, config.to_dict()], sort_keys=True, default=str)
