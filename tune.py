@@ -315,6 +315,35 @@ def selftest() -> int:
     return int(not all(check.passed for check in checks))
 
 
+@app.command("verify-engine")
+def verify_engine(
+    name: Annotated[str, typer.Argument(help="vllm, sglang, tensorrt_llm or reference.")],
+    model: Annotated[str, typer.Option(help="Target: hub id, directory, or 'demo'.")] = "demo",
+    engine: Annotated[str | None, typer.Option(help="Where it lives: PYTHON_OR_COMMAND.")] = None,
+    variants: Annotated[str, typer.Option(help="Speculative variants, comma-separated.")] = "off,ngram",
+    draft: Annotated[list[str] | None, typer.Option(help="Draft checkpoint: VARIANT=ID_OR_PATH.")] = None,
+    k: Annotated[int, typer.Option("--k", help="Draft tokens per step.", min=1)] = 4,
+    base_args: Annotated[str, typer.Option(help="Flags that the engine needs here, quoted.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Folder for the servers' logs.")] = None,
+) -> int:
+    """Start an engine with each variant; check streams, tau, losslessness and shutdown. Exit code 1 where a check fails."""
+    settings = st.RunSettings(
+        traces=(),
+        out=str(out or Path("runs") / f"verify-{name}"),
+        backends=(name,),
+        engines={name: st.parse_command("--engine", engine)} if engine else {},
+        base_args=st.parse_command("--base-args", base_args),
+        model=model,
+        drafts=st.parse_pairs("--draft", draft or []),
+        variants=st.parse_names(variants),
+        k=(k,),
+    )
+    from harness.verify_engine import print_checks
+    from harness.verify_engine import verify_engine as run_checks
+
+    return print_checks(run_checks(settings, Path(settings.out)))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,

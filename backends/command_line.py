@@ -60,6 +60,23 @@ def parse(args: tuple[str, ...], aliases: Mapping[str, str]) -> dict[str, list[s
     return flags
 
 
+def base_flags(base_args: tuple[str, ...], aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """The user's own flags by long name.
+
+    Raises:
+        ConfigError: a positional argument, a key, or remote code among them.
+    """
+    flags = parse(base_args, aliases)
+    if "api-key" in flags:
+        raise ConfigError(
+            "--base-args holds --api-key, and a command line can be read by everyone on the machine: "
+            "put the key into an environment variable that the engine reads and name it with --api-key-env"
+        )
+    if "trust-remote-code" in flags:
+        raise ConfigError("--base-args holds --trust-remote-code: remote code of a checkpoint is never run")
+    return flags
+
+
 def integer(name: str, values: list[str]) -> int:
     """The one integer that `name` was given.
 

@@ -22,15 +22,20 @@ def version_text(version: tuple[int, ...]) -> str:
 
 
 @lru_cache(maxsize=16)
-def installed_version(command: tuple[str, ...], distribution: str) -> tuple[int, ...] | None:
-    """Version of `distribution` for the interpreter that `command` starts with or that lies beside its program.
+def installed_version(command: tuple[str, ...], *distributions: str) -> tuple[int, ...] | None:
+    """Version of the first of `distributions` installed for the interpreter that `command` starts with or that lies beside its program.
 
     None where that cannot be told: a container, a remote shell, a program that is not there.
     """
     python = _python_of(command[0])
     if python is None:
         return None
-    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    code = (
+        "import importlib.metadata as m\n"
+        f"for name in {distributions!r}:\n"
+        "    try: print(m.version(name)); break\n"
+        "    except m.PackageNotFoundError: pass"
+    )
     try:
         done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

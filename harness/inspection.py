@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
+from backends.drafts import known_drafts
 from backends.preflight import preflight
 from backends.reference.tokenizer import Tokenizer
 from backends.types import ServingConfig, WorkloadFacts
@@ -79,4 +80,20 @@ def print_preflight(
         if not findings:
             console.print("  nothing found")
         failed |= any(finding.level == "error" for finding in findings)
+    _print_known_drafts(console, model)
     return int(failed)
+
+
+def _print_known_drafts(console: Console, model: str) -> None:
+    known = known_drafts(model)
+    if not known:
+        return
+    console.print(f"Published drafts for {known[0].target}", style="bold")
+    for entry in known:
+        where = f"--draft {entry.variant}={entry.draft}" if entry.draft else f"{entry.variant} in the target's own checkpoint"
+        context = (
+            f"trained on {entry.trained_context} tokens of context" if entry.trained_context else "trained context unknown"
+        )
+        line = f"  {where} ({entry.layout} layout, {context}; {entry.source})"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print("That a draft exists does not say that it is good on your traffic: measure it.")

@@ -40,7 +40,7 @@ def trace(tmp_path: Path) -> Path:
 def test_help_names_the_main_job_and_every_command(tmp_path: Path) -> None:
     result = tune("--help", cwd=tmp_path)
     assert result.returncode == 0
-    for word in ("--trace", "--batch-sizes", "inspect", "report", "serve", "preflight", "gate", "selftest"):
+    for word in ("--trace", "--batch-sizes", "inspect", "report", "serve", "preflight", "gate", "selftest", "verify-engine"):
         assert word in result.stdout
 
 
@@ -143,3 +143,17 @@ def test_preflight_names_another_tokenizer_and_exits_1(tmp_path: Path, tiny_mode
     wrong = tune("preflight", "--model", str(tiny_model), "--backend", "reference", "--draft", draft, cwd=tmp_path)
     assert wrong.returncode == 1
     assert "tokenizer" in wrong.stdout
+
+
+def test_preflight_lists_the_published_drafts_of_a_target_that_is_not_here(tmp_path: Path) -> None:
+    done = tune("preflight", "--model", "meta-llama/Llama-3.3-70B-Instruct", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "--draft eagle3=yuhuili/EAGLE3-LLaMA3.3-Instruct-70B" in done.stdout
+
+
+def test_verify_engine_asks_every_question_of_every_configuration(tmp_path: Path, tiny_model: Path) -> None:
+    done = tune("verify-engine", "reference", "--model", str(tiny_model), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for question in ("tau from counters is tau from streams", "greedy text is off's", "ends with all its processes"):
+        assert question in " ".join(done.stdout.split())
+    assert "13 of 13 checks passed" in done.stdout

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from backends import vllm, vllm_log
+from backends.installed import parse_version
 from backends.types import ConfigError, Launch, ServingConfig, WorkloadFacts
 
 
@@ -136,7 +137,7 @@ def test_production_flags_are_the_baseline_and_its_speculation_is_dropped() -> N
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        (("--api-key", "secret"), "VLLM_API_KEY"),
+        (("--api-key", "secret"), "--api-key-env"),
         (("--trust-remote-code",), "never run"),
         (("org/model", "--x"), "begin with 'org/model'"),
         (("--max-num-seqs", "many"), "--max-num-seqs needs a whole number, not 'many'"),
@@ -303,4 +304,4 @@ def test_a_server_that_does_not_speculate_although_asked_is_a_warning() -> None:
 
 @pytest.mark.parametrize(("text", "parsed"), [("0.11.2.post2", (0, 11, 2)), ("0.33.0+cu130", (0, 33, 0)), ("", None)])
 def test_versions_are_read(text: str, parsed: tuple[int, ...] | None) -> None:
-    assert vllm_log.parse_version(text) == parsed
+    assert parse_version(text) == parsed
