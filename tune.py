@@ -217,16 +217,25 @@ def tune(
 
 
 @app.command()
-def report(directories: Annotated[list[Path], typer.Argument(help="Run directories that finished.")]) -> None:
-    """Write report.html and report.md again from finished run directories."""
+def report(
+    directories: Annotated[list[Path] | None, typer.Argument(help="Run directories that finished.")] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="Folder of gates: draw every gate.json below it as one trend page, history.html.")
+    ] = None,
+) -> None:
+    """Write report.html and report.md again from finished run directories, or a trend page over stored gates."""
     from harness.result_schema import ResultError
-    from reports import ReportError, render
+    from reports import ReportError, render, render_history
 
+    if not directories and not history:
+        raise click.UsageError("name run directories, or --history FOLDER")
     try:
-        render(directories)
+        render(directories or [])
+        if history:
+            typer.echo(f"history: {render_history(history)}")
     except (ReportError, ResultError) as error:
         raise ConfigError(str(error)) from None
-    for directory in directories:
+    for directory in directories or []:
         typer.echo(f"report: {directory / 'report.html'}")
 
 

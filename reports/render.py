@@ -34,25 +34,27 @@ def render(run_dir: Path | Sequence[Path], *, show_text: bool = False) -> None:
     folders = [run_dir] if isinstance(run_dir, Path) else list(run_dir)
     for folder in folders:
         run = load_run(folder, show_text=show_text)
-        _write(folder / "report.html", html_report(run))
-        _write(folder / "report.md", markdown_report(run))
+        write(folder / "report.html", html_report(run))
+        write(folder / "report.md", markdown_report(run))
 
 
 def html_report(run: RunData) -> str:
     """The whole report as one page that loads nothing."""
     sections = [(section, context) for section in SECTIONS if (context := section.build(run)) is not None]
+    return page("report.html.j2", run=run, answers=answers(run), sections=sections)
+
+
+def page(template: str, **context: Any) -> str:
+    """A page with the style and script of all our pages inside it."""
     script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
         _environment()
-        .get_template("report.html.j2")
+        .get_template(template)
         .render(
-            run=run,
-            answers=answers(run),
-            sections=sections,
+            **context,
             style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
             script=Markup(script),
-            script_hash=digest,
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
 
@@ -114,7 +116,8 @@ def _markdown_text(value: Any) -> str:
     return " ".join(escaped.split())
 
 
-def _write(path: Path, content: str) -> None:
+def write(path: Path, content: str) -> None:
+    """Write-then-rename: a reader never sees half a page."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(content, encoding="utf-8")
     os.replace(partial, path)
