@@ -84,7 +84,8 @@ class Sender:
         reader = StreamReader()
         exchange = Exchange(reader, asyncio.get_running_loop().create_future())
         try:
-            connection = await asyncio.wait_for(self.pool.take(), self.options.request_deadline_s)
+            async with asyncio.timeout(self.options.request_deadline_s):
+                connection = await self.pool.take()
         except (OSError, TimeoutError):
             exchange.failure = "connect"
         else:
@@ -167,7 +168,8 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
 
 async def _check_answers(pool: Pool, endpoint: Endpoint) -> None:
     try:
-        pool.give_back(await asyncio.wait_for(pool.take(), 10.0))
+        async with asyncio.timeout(10.0):
+            pool.give_back(await pool.take())
     except (OSError, TimeoutError) as error:
         raise BackendError(f"no server answers at {endpoint.base_url}: {error or 'timed out'}", kind="crash") from None
 

@@ -227,7 +227,8 @@ async def get(pool: Pool, path: str, *, method: str = "GET", deadline_s: float =
     """The body of a page that answers 200, else None."""
     body = Collected()
     try:
-        connection = await asyncio.wait_for(pool.take(), deadline_s)
+        async with asyncio.timeout(deadline_s):  # not wait_for: Python 3.11's loses a cancellation that comes as it ends
+            connection = await pool.take()
     except (OSError, TimeoutError):
         return None
     exchange = Exchange(body, asyncio.get_running_loop().create_future())

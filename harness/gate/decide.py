@@ -106,7 +106,7 @@ def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rul
 
 def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules) -> bool:
     required = [key for key in keys_of(blocks) if metric_of(key).required]
-    if len(blocks) < rules.min_blocks or not required:
+    if len(blocks) < min(rules.min_blocks_to_pass, rules.max_blocks) or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
     return all(_equal(mean_of(changes(key, blocks)), band_of(key, rules), alpha) for key in required)

@@ -62,7 +62,8 @@ class Rules:
     suspect_alpha: float = 0.05
     confirm_alpha: float = 0.05
     pass_alpha: float = 0.01
-    min_blocks: int = 4
+    min_blocks: int = 4  # before anything is said
+    min_blocks_to_pass: int = 8  # of few blocks some have, by luck, hardly any spread
     max_blocks: int = 16
     lossless: bool = True  # greedy outputs of both sides must be equal, up to what the baseline differs from itself
 

@@ -14,6 +14,7 @@ from harness.client import ReplayOptions, call_of, request_seed, unseen
 from harness.measure import SCHEMA, measure, records_table
 from harness.replay import Replay, replay
 from harness.types import Load, RequestRecord
+from harness.wire import Origin, Pool, get
 from workloads.types import Request, WorkloadError
 
 OPEN = Load("trace", "t")
@@ -140,3 +141,27 @@ def test_a_call_keeps_the_request_and_caps_its_length() -> None:
     assert (unseen(request, "x").prompt or "")[0] != "p"
     with pytest.raises(WorkloadError, match="no text"):
         call_of(Request(0, 0.0), endpoint, ReplayOptions())
+
+
+def test_reading_a_page_can_be_cancelled_at_every_turn_of_the_loop() -> None:
+    """A cancellation that is lost leaves the sampling of gauges running for ever, and the load never ends."""
+
+    async def silent(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(10)
+        writer.close()
+
+    async def lost(turns: int) -> bool:
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        pool = Pool(Origin.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        pool.give_back(await pool.take())  # an idle connection: taking it ends at once
+        reading = asyncio.ensure_future(get(pool, "/metrics"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading], timeout=0.5)
+        was_lost = not reading.cancelled()
+        pool.close()
+        server.close()
+        return was_lost
+
+    assert [turns for turns in range(6) if asyncio.run(lost(turns))] == []
