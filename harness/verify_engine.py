@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import uvloop
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from backends.process import Server, free_port
 from backends.registry import ADAPTERS
@@ -52,8 +52,9 @@ def verify_engine(settings: RunSettings, folder: Path) -> list[Check]:
         ConfigError: a model or draft that cannot work, or no configuration that this engine accepts.
     """
     settings = replace(settings, model=resolve_model(settings.model))
-    requests = load_trace(SAMPLE).requests()[:: 104 // STREAMED][:STREAMED]
-    facts = facts_of({"sample": load_trace(SAMPLE)}, OUTPUT_TOKENS)
+    sample = load_trace(SAMPLE)
+    requests = sorted(sample.requests(), key=lambda request: len(str(request.messages)))[:STREAMED]  # fit any context
+    facts = facts_of({"sample": sample.select([request.index for request in requests])}, OUTPUT_TOKENS)
     space = build_space(settings, settings.model, facts)
     if not space.offs:
         raise ConfigError(f"nothing can run: {space.infeasible[0][1]}")
@@ -135,7 +136,7 @@ def _lossless(label: str, config: ServingConfig, failure: str | None, notes: Seq
 
 def print_checks(checks: Sequence[Check]) -> int:
     """The checks as a table; 1 where one failed."""
-    table = Table("", "configuration", "question", "seen")
+    table = Table("", Column("configuration", no_wrap=True), Column("question", no_wrap=True), "seen")
     for check in checks:
         table.add_row("pass" if check.passed else "[red]FAIL", check.config, check.question, check.seen.replace("[", r"\["))
     console = Console()

@@ -156,4 +156,4 @@ def test_verify_engine_asks_every_question_of_every_configuration(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     for question in ("tau from counters is tau from streams", "greedy text is off's", "ends with all its processes"):
         assert question in " ".join(done.stdout.split())
-    assert "13 of 13 checks passed" in done.stdout
+    assert "14 of 14 checks passed" in done.stdout
