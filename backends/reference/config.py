@@ -1,4 +1,4 @@
-"""Reading `config.json` of a Llama-family checkpoint (Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3) in HF layout."""
+"""Reading `config.json` of a Llama-family checkpoint (Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, MiMo) in HF layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from backends.types import ConfigError
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> ModelConfig:
             num_kv_heads=int(raw.get("num_key_value_heads") or heads),
             head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
             rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=_rope(raw, path),
+            rope=read_rope(raw, path),
             tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
             sliding_window=_sliding_window(raw, architecture, path),
             context_tokens=int(raw["max_position_embeddings"]),
@@ -105,7 +105,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _rope(raw: Mapping[str, Any], path: Path) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any], path: Path) -> RopeConfig:
     """`rope_parameters` is how transformers 5 writes it; `rope_theta` with `rope_scaling` is the older spelling."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))

@@ -70,6 +70,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_eps) if head_norms else None
         self.out = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """k and v [..., kv_heads, head_dim] alone: all that rows are needed for whose output nobody asks for."""
+        rows = self.split[0] * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[rows:]
+        k, v = F.linear(x, self.qkv.weight[rows:], bias).unflatten(-1, (-1, self.head_dim)).chunk(2, -2)
+        return rotate(k if self.k_norm is None else self.k_norm(k), rotary), v
+
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -98,9 +105,15 @@ class Block(nn.Module):
         self.post_norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.mlp = MLP(shape)
 
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.input_norm is None else self.input_norm(x)
+
+    def keys_values(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.attention.keys_values(self._normed(x), rotary)
+
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         """x [..., hidden] -> [..., hidden]."""
-        x = x + self.attention(x if self.input_norm is None else self.input_norm(x), rotary, layer, attend)
+        x = x + self.attention(self._normed(x), rotary, layer, attend)
         return x + self.mlp(self.post_norm(x))
 
 

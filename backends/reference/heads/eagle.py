@@ -46,6 +46,10 @@ class Eagle(nn.Module):
             x = block(x, rotary, layer, attend)
         return x
 
+    def keys_values(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of the first block, for rows of a prompt whose output is not needed (a head of one block)."""
+        return self.blocks[0].keys_values(self.fc(torch.cat((embedded, hidden), -1)), self.rotary(positions))  # type: ignore[operator]
+
     def logits(self, output: Tensor) -> Tensor:
         """[..., vocab], in the target's ids."""
         return self.head(output)

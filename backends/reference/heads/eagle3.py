@@ -42,11 +42,15 @@ class FirstBlock(nn.Module):
         self.post_norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.mlp = MLP(shape)
 
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What is attended from: [..., 2 × hidden]."""
+        return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+
     def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Both [..., hidden] -> [..., hidden]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        x = residual + self.attention(torch.cat((self.input_norm(embedded), normed), -1), rotary, 0, attend)
+        inputs = self.inputs(embedded, hidden)
+        residual = inputs.chunk(2, -1)[1] if self.norm_before_residual else hidden
+        x = residual + self.attention(inputs, rotary, 0, attend)
         return x + self.mlp(self.post_norm(x))
 
 
@@ -65,7 +69,9 @@ class Eagle3(nn.Module):
         width = options.streams * shape.target_hidden
         self.input_norm = RMSNorm(width, shape.rms_eps) if options.norm_before_fc else None
         self.stream_norms = (
-            nn.ModuleList(RMSNorm(shape.target_hidden, shape.rms_eps) for _ in range(options.streams)) if options.fc_norm else None
+            nn.ModuleList(RMSNorm(shape.target_hidden, shape.rms_eps) for _ in range(options.streams))
+            if options.fc_norm
+            else None
         )
         self.fc = nn.Linear(width, shape.hidden, bias=options.fc_bias)
         self.first = FirstBlock(shape, norm_before_residual=options.norm_before_residual)
@@ -103,6 +109,10 @@ class Eagle3(nn.Module):
         for layer, block in enumerate(self.rest, 1):
             x = block(x, rotary, layer, attend)
         return x
+
+    def keys_values(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of the first block, for rows of a prompt whose output is not needed (a head of one block)."""
+        return self.first.attention.keys_values(self.first.inputs(embedded, hidden), self.rotary(positions))
 
     def recycle(self, output: Tensor) -> Tensor:
         """What takes the place of fused streams in the step after."""

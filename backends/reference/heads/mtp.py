@@ -21,10 +21,16 @@ class MtpModule(nn.Module):
         self.block = Block(shape, bias=bias, head_norms=head_norms)
         self.norm = RMSNorm(shape.hidden, shape.rms_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """What the block is given: [..., hidden]."""
         parts = self.embedding_norm(embedded), self.hidden_norm(hidden)
-        x = self.project(torch.cat(parts if self.embedding_first else parts[::-1], -1))
-        return self.norm(self.block(x, rotary, layer, attend))
+        return self.project(torch.cat(parts if self.embedding_first else parts[::-1], -1))
+
+    def forward(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        return self.norm(self.block(self.inputs(embedded, hidden), rotary, layer, attend))
+
+    def keys_values(self, embedded: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.block.keys_values(self.inputs(embedded, hidden), rotary)
 
 
 class Mtp(nn.Module):
@@ -76,6 +82,12 @@ class Mtp(nn.Module):
             embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         at = min(module, len(self.modules_) - 1)
         return self.modules_[at](embedded, hidden, self.rotary(positions), at, attend)
+
+    def keys_values(self, embedded: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of the first module, for rows of a prompt whose output is not needed."""
+        if self.zero_first_embedding:
+            embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
+        return self.modules_[0].keys_values(embedded, hidden, self.rotary(positions))  # type: ignore[operator]
 
     def logits(self, output: Tensor) -> Tensor:
         """[..., vocab], in the target's ids."""

@@ -132,7 +132,13 @@ def read_prompts(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
 
 
 def generate(
-    engine: Engine, prompts: Path, folder: Path, *, max_tokens: int, held_out_every: int = HELD_OUT_EVERY, limit: int | None = None
+    engine: Engine,
+    prompts: Path,
+    folder: Path,
+    *,
+    max_tokens: int,
+    held_out_every: int = HELD_OUT_EVERY,
+    limit: int | None = None,
 ) -> Iterator[tuple[int, int, int]]:
     """Fill `folder` with the target's outputs for `prompts`, as far as they are not there yet.
 

@@ -29,7 +29,7 @@ MODULES = (
     "secrets shelve shlex shutil smtplib socketserver ssl stat statistics string stringprep subprocess symtable tabnanny tarfile "
     "tempfile textwrap threading timeit token tokenize trace traceback tracemalloc turtle types typing unittest.case urllib.parse "
     "urllib.request uuid venv warnings wave weakref webbrowser xml.dom.minidom xml.sax.saxutils xmlrpc.client zipapp zipfile"
-).split()
+)
 CODE = (
     "Explain step by step what this Python function does.\n\n```python\n{code}\n```",
     "Write a docstring for this Python function and show the function with it.\n\n```python\n{code}\n```",
@@ -89,7 +89,7 @@ TOPICS = (
     "desert animals;insurance;the invention of the telephone;swimming;fashion;genetics;school uniforms;lighthouses;robots;"
     "the metric system;street food;whales;volunteering;probability;castles;the brain;social media;ice cream;trade unions;"
     "cloud computing;maps;allergies;theatre;steam engines;astronomy;pottery;habits;weather forecasts;opera;submarines"
-).split(";")
+)
 
 
 def main(gsm8k: str, self_instruct: str) -> None:
@@ -110,10 +110,11 @@ def _read(path: str) -> list[dict[str, str]]:
 
 
 def _chat(rng: random.Random) -> list[dict[str, str]]:
-    pairs = [(template, topic) for template in TALK for topic in TOPICS]
+    topics = TOPICS.split(";")
+    pairs = [(template, topic) for template in TALK for topic in topics]
     picked = rng.sample(pairs, CHAT)
     return [
-        {"prompt": template.format(topic=topic, other=rng.choice(TOPICS)), "category": "chat"} for template, topic in picked
+        {"prompt": template.format(topic=topic, other=rng.choice(topics)), "category": "chat"} for template, topic in picked
     ]
 
 
@@ -134,7 +135,7 @@ def _library(rng: random.Random) -> list[dict[str, str]]:
 
 
 def _members() -> Iterator[object]:
-    for name in MODULES:
+    for name in MODULES.split():
         try:
             module = importlib.import_module(name)
         except ImportError:

@@ -1,0 +1,108 @@
+"""Batches of conversations for training and for the simulation of drafting, and the loss that both halves share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backends.reference.training.distill import Distilled, Example
+from backends.reference.training.rollout import Bases
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Conversations padded to one length. Token t has row t of `streams`; the last token of each has none."""
+
+    tokens: Tensor  # [sequences, length] int64
+    streams: Tensor  # [sequences, length, 4, hidden] bf16: low, middle, high, final
+    prompt: Tensor  # [sequences] tokens
+    length: Tensor  # [sequences] tokens
+
+    def bases(self) -> Bases:
+        """Rows b that start a draft: token b + 1 is known output, and token b + 2 is there to be guessed."""
+        at = torch.arange(self.tokens.shape[1])
+        sequence, position = ((at >= self.prompt[:, None] - 1) & (at <= self.length[:, None] - 3)).nonzero(as_tuple=True)
+        return Bases(sequence, position)
+
+    def prompt_rows(self) -> tuple[Tensor, Tensor]:
+        """Sequence and position of the rows before any base."""
+        at = torch.arange(self.tokens.shape[1])
+        sequence, position = (at < self.prompt[:, None] - 1).nonzero(as_tuple=True)
+        return sequence, position
+
+
+def batch(data: Distilled, examples: Sequence[Example]) -> Batch:
+    longest = max(len(example.tokens) for example in examples)
+    tokens = torch.zeros(len(examples), longest, dtype=torch.long)
+    streams = torch.zeros(len(examples), longest, *data.features.shape[1:], dtype=torch.bfloat16)
+    for i, example in enumerate(examples):
+        tokens[i, : len(example.tokens)] = torch.tensor(example.tokens)
+        streams[i, : example.rows] = data.hidden(example)
+    prompt = torch.tensor([example.prompt_tokens for example in examples])
+    return Batch(tokens, streams, prompt, torch.tensor([len(example.tokens) for example in examples]))
+
+
+def usable(examples: Sequence[Example]) -> list[Example]:
+    """Those with at least three output tokens, so that there is a draft to check."""
+    return [example for example in examples if len(example.tokens) - example.prompt_tokens >= 3]
+
+
+def epoch(examples: Sequence[Example], rows: int, seed: int) -> list[list[Example]]:
+    """Groups of about `rows` output tokens, alike in length, in random order."""
+    rng = random.Random(seed)
+    order = sorted(examples, key=lambda e: (len(e.tokens) - e.prompt_tokens) * rng.uniform(0.8, 1.25))
+    groups: list[list[Example]] = [[]]
+    filled = 0
+    for example in order:
+        size = len(example.tokens) - example.prompt_tokens
+        if filled and filled + size > rows:
+            groups.append([])
+            filled = 0
+        groups[-1].append(example)
+        filled += size
+    rng.shuffle(groups)
+    return groups
+
+
+def batches(data: Distilled, groups: Sequence[Sequence[Example]]) -> Iterator[Batch]:
+    for group in groups:
+        yield batch(data, group)
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """Cross entropy against the target's distribution, through an LM head that is not trained.
+
+    The gradient with respect to the head's input is formed with the loss, a few hundred rows at a time, so that logits over the
+    draft vocabulary are never kept: softmax(logits) - p, times the LM head.
+    """
+
+    ROWS = 256
+
+    @staticmethod
+    def forward(ctx, x: Tensor, teacher: Tensor, output: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        """x [n, hidden]: normed outputs; teacher [n, hidden]: the target's final hidden states of the same tokens; output
+        [vocab, hidden]; weight [n]. Returns the weighted sum of losses and the argmax of each row's logits."""
+        gradient = torch.empty_like(x)
+        total = x.new_zeros((), dtype=torch.float32)
+        guesses = torch.empty(len(x), dtype=torch.long)
+        for start in range(0, len(x), FrozenHeadLoss.ROWS):
+            rows = slice(start, start + FrozenHeadLoss.ROWS)
+            wanted = (teacher[rows].to(output.dtype) @ output.T).float().softmax(-1)
+            logits = (x[rows].to(output.dtype) @ output.T).float()
+            guesses[rows] = logits.argmax(-1)
+            logs = logits.log_softmax(-1)
+            scale = weight[rows, None]
+            total += -((wanted * logs).sum(-1, keepdim=True) * scale).sum()
+            difference = logs.exp_().sub_(wanted).mul_(scale)
+            gradient[rows] = (difference.to(output.dtype) @ output).to(x.dtype)
+        ctx.save_for_backward(gradient)
+        return total, guesses
+
+    @staticmethod
+    def backward(ctx, total: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        (gradient,) = ctx.saved_tensors
+        return gradient * total, None, None, None
