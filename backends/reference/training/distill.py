@@ -63,7 +63,7 @@ class Distilled:
     def hidden(self, example: Example) -> Tensor:
         """bf16 [rows, streams, hidden] of one conversation."""
         rows = self.features[example.first_row : example.first_row + example.rows]
-        return torch.from_numpy(np.ascontiguousarray(rows)).view(torch.bfloat16)
+        return torch.from_numpy(np.array(rows)).view(torch.bfloat16)
 
 
 class Recorder:
