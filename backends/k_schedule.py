@@ -6,21 +6,28 @@ end after the last range.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from backends.types import ServingConfig
 
 
 def schedule_fault(config: ServingConfig) -> str | None:
     """Why the schedule of `config` is no such schedule, in one line; None where it is one or there is none."""
-    entries = config.extra.get("k_schedule") or []
+    return entries_fault(config.extra.get("k_schedule") or [], config.k)
+
+
+def entries_fault(entries: Sequence[Any], most: int) -> str | None:
+    """The same for bare entries; `most` is the configuration's K."""
     expected = 1
     for entry in entries:
-        if len(entry) != 3 or not all(isinstance(number, int) for number in entry):
+        if not isinstance(entry, Sequence) or len(entry) != 3 or not all(isinstance(number, int) for number in entry):
             return f"K schedule entry {entry!r} is not [first batch size, last batch size, K]"
         first, last, k = entry
         if (expected == 1 and first != 1) or first < expected or last < first:
             return f"K schedule entry {list(entry)}: ranges start at batch size 1, ascend, and do not overlap"
-        if not 0 <= k <= config.k:
-            return f"K schedule entry {list(entry)}: K must lie between 0 and the configuration's K = {config.k}"
+        if not 0 <= k <= most:
+            return f"K schedule entry {list(entry)}: K must lie between 0 and the configuration's K = {most}"
         expected = last + 1
     return None
 
@@ -37,3 +44,8 @@ def ranges(config: ServingConfig) -> list[tuple[int, int, int]]:
         else:
             out.append((first, last, k))
     return out
+
+
+def k_at(entries: Sequence[tuple[int, int, int]], batch: int, default: int) -> int:
+    """K of `batch` sequences decoded together; `default` without a schedule."""
+    return max((entry for entry in entries if entry[0] <= batch), default=(0, 0, default))[2]

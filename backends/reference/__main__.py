@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -42,7 +43,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache-tokens", type=int, help="capacity of the KV cache (default: a quarter of the memory)")
     add("--ngram-min", type=int, default=DEFAULT_MIN_N)
     add("--ngram-max", type=int, default=DEFAULT_MAX_N)
+    add("--k-schedule", type=_schedule, default=(), metavar="JSON", help="K by batch size: [[first, last, K], ...]")
+    add(
+        "--forced-acceptance",
+        type=_rates,
+        default=(),
+        metavar="R1,R2,...",
+        help="accept drafts at these rates: text is worthless",
+    )
+    add("--step-log", type=Path, help="write one JSON line a step to this file")
     return parser
+
+
+def _schedule(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(entry) for entry in json.loads(text))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import urllib.request
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from backends.k_schedule import schedule_fault
 from backends.reference.config import read_config
 from backends.reference.options import QUANTIZATIONS as _QUANTIZATIONS
 from backends.reference.options import VARIANTS as _VARIANTS
@@ -32,6 +34,8 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
         return f"the reference engine quantizes to {', '.join(_QUANTIZATIONS)} only"
     if config.variant == "draft_model" and config.draft is None:
         return "draft_model needs a draft: a model directory, or self-int4"
+    if fault := schedule_fault(config):
+        return fault
     if config.topk > 1:
         return f"{config.variant} drafts chains: topk must be 1"
     if config.kv_cache_dtype != "auto":
@@ -54,7 +58,8 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
 
 
 def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_args: tuple[str, ...]) -> Launch:
-    """`python -m backends.reference`, startable from any folder. `config.extra` gives flags: ngram_max=5 is `--ngram-max 5`."""
+    """`python -m backends.reference`, startable from any folder. `config.extra` gives flags: ngram_max=5 is `--ngram-max 5`;
+    `k_schedule` is [[first, last, K], ...] by batch size, `forced_acceptance` a string of marginal rates."""
     argv = [*command, "-m", "backends.reference", "--model", config.model, "--port", str(port), "--variant", config.variant]
     argv += ["--k", str(config.k), "--max-num-seqs", str(config.max_num_seqs)]
     if config.variant == "draft_model":
@@ -62,7 +67,7 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     argv += ["--quantization", config.weight_quantization]
     argv.append("--chunked-prefill" if config.chunked_prefill else "--no-chunked-prefill")
     for name, value in config.extra.items():
-        argv += [f"--{name.replace('_', '-')}", str(value)]
+        argv += [f"--{name.replace('_', '-')}", json.dumps(value) if name == "k_schedule" else str(value)]
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
     return Launch(
         argv=(*argv, *base_args),
@@ -93,6 +98,8 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
         "chunked_prefill": str(config.chunked_prefill),
     }
     warnings = tuple(f"asked for {key}={value}, runs {settings[key]}" for key, value in asked.items() if settings[key] != value)
+    if settings["forced_acceptance"] != "()":
+        warnings += (f"acceptance is forced to {settings['forced_acceptance']}: step costs are real, the text is not",)
     return replace(
         endpoint,
         version=settings.pop("version"),

@@ -16,11 +16,12 @@ from backends.reference.drafters import build_drafter
 from backends.reference.kv_cache import KVCache, token_bytes
 from backends.reference.loader import load_model
 from backends.reference.options import EngineOptions
-from backends.reference.sampling import ACCEPT, RESIDUAL, Sampling, choose, probabilities, race, uniform
+from backends.reference.sampling import ACCEPT, FORCED, RESIDUAL, Sampling, choose, probabilities, race, uniform
 from backends.reference.scheduler import Limits, Plan, Scheduler
 from backends.reference.sequence import Sequence, StepOutput
+from backends.reference.step_clock import StepClock
 from backends.reference.tokenizer import TextStream, Tokenizer
-from backends.reference.verify import Draft, Verdict, reject, walk
+from backends.reference.verify import Draft, Verdict, forced, reject, walk
 from backends.serving import GenerationRequest, RequestError
 from backends.types import ConfigError
 
@@ -77,9 +78,12 @@ class Engine:
         slots = options.max_num_seqs
         self.capacity_tokens = _capacity(options, rows, token_bytes(config, self.model.dtype) + draft_bytes)
         self.cache = KVCache(config, slots=slots, rows=rows, dtype=self.model.dtype, device=self.model.device)
-        limits = Limits(slots, options.max_num_batched_tokens, self.capacity_tokens, options.chunked_prefill, options.k)
+        limits = Limits(
+            slots, options.max_num_batched_tokens, self.capacity_tokens, options.chunked_prefill, options.k, options.k_schedule
+        )
         self.scheduler = Scheduler(limits)
         self.counters = Counters(accepted_per_position=[0] * options.k)
+        self.clock = StepClock(self.model.device, options.step_log)
         self._ids = count()
 
     @property
@@ -103,11 +107,13 @@ class Engine:
     def warm_up(self) -> None:
         """Run two short requests, so that the first real one finds caches filled and buffers allocated; counts nothing."""
         size = min(64, self.max_model_len // 2)
+        self.clock.recording = False
         for _ in range(2):
             self.add(GenerationRequest(prompt_ids=(0,) * size, max_tokens=min(8, size), ignore_eos=True))
         while self.has_work:
             self.step()
         self.counters = Counters(accepted_per_position=[0] * self.options.k)
+        self.clock.recording = True
 
     def check(self, request: GenerationRequest) -> None:
         """Raises RequestError where this engine cannot serve the request."""
@@ -148,14 +154,30 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Draft, run the target once over prompts and drafts together, verify, and emit."""
+        clock, accepted = self.clock, self.counters.accepted_tokens
+        clock.start()
         plan, preempted = self.scheduler.schedule()
         for sequence in preempted:
             self.drafter.forget(sequence)
         self.counters.preemptions += len(preempted)
+        clock.lap("host")
         drafts = self.drafter.propose(plan.decodes)
+        if self.options.forced_acceptance:
+            drafts = [_filled(draft, s, limit) for draft, (s, limit) in zip(drafts, plan.decodes, strict=True)]
+        clock.lap("draft")
         result = self._forward(plan, drafts)
         verdicts = self._verify(plan, drafts, result)
-        return self._commit(plan, drafts, verdicts, result)
+        clock.lap("sample")
+        outputs = self._commit(plan, drafts, verdicts, result)
+        clock.lap("host")
+        clock.finish(
+            batch=len(plan.decodes),
+            drafted=sum(len(draft.tokens) for draft in drafts),
+            accepted=self.counters.accepted_tokens - accepted,
+            emitted=sum(len(output.token_ids) for output in outputs),
+            prompt=sum(n for _, n in plan.prefills),
+        )
+        return outputs
 
     def _forward(self, plan: Plan, drafts: list[Draft]) -> Pass:
         pieces = [Piece(s.slot, s.computed, s.tokens[s.computed : s.computed + n]) for s, n in plan.prefills]
@@ -184,15 +206,23 @@ class Engine:
         if not rows:
             return {}
         logits = self.model.logits(hidden[rows])
+        self.clock.lap("verify")
         chosen = choose(logits, where)
         verdicts = {}
         for (sequence, _, draft), at in zip(roots, spans, strict=True):
             end = at + len(draft.tokens) + 1
-            if self.options.sampling == "rejection" and draft.tokens and not sequence.sampling.greedy:
+            if self.options.forced_acceptance:
+                verdicts[sequence.id] = forced(draft, self._forced_length(sequence), chosen[at:end])
+            elif self.options.sampling == "rejection" and draft.tokens and not sequence.sampling.greedy:
                 verdicts[sequence.id] = self._reject(sequence, draft, logits[at:end])
             else:
                 verdicts[sequence.id] = walk(draft, chosen[at:end])
         return verdicts
+
+    def _forced_length(self, sequence: Sequence) -> int:
+        """How many draft tokens to accept: one coin for all positions, so that position i is accepted at its marginal rate."""
+        coin = uniform(sequence.sampling.seed, len(sequence.tokens), FORCED)
+        return sum(coin < rate for rate in self.options.forced_acceptance)
 
     @staticmethod
     def _reject(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
@@ -264,6 +294,11 @@ class Engine:
         sequence.finish_reason = reason
         self.scheduler.release(sequence)
         self.drafter.forget(sequence)
+
+
+def _filled(draft: Draft, sequence: Sequence, limit: int) -> Draft:
+    """The draft, or a chain of `limit` tokens where the drafter found nothing: under forced acceptance every step costs the same."""
+    return draft if draft.parents or len(draft.tokens) >= limit else Draft((sequence.tokens[-1],) * limit)
 
 
 def _capacity(options: EngineOptions, rows: int, bytes_per_token: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from backends.k_schedule import entries_fault
 from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
 from backends.types import ConfigError
 
-VARIANTS = ("off", "ngram", "draft_model")
+VARIANTS = ("off", "ngram", "suffix", "draft_model")
 QUANTIZATIONS = ("none", "int8", "int4")
 SELF_INT4 = "self-int4"
 """A `draft` that is the target's own int4 copy."""
@@ -16,7 +17,11 @@ SELF_INT4 = "self-int4"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`draft` is a model directory, or `self-int4`. `max_model_len`, `kv_cache_tokens` None: what model and memory allow."""
+    """`draft` is a model directory, or `self-int4`. `max_model_len`, `kv_cache_tokens` None: what model and memory allow.
+
+    `forced_acceptance` [K] makes draft position i accepted in that share of the decode steps, whatever was drafted: step costs can
+    then be measured on any text, and the text is worthless. `step_log` gets one JSON line a step.
+    """
 
     model: Path
     variant: str = "off"
@@ -34,6 +39,9 @@ class EngineOptions:
     kv_cache_tokens: int | None = None
     ngram_min: int = DEFAULT_MIN_N
     ngram_max: int = DEFAULT_MAX_N
+    k_schedule: tuple[tuple[int, int, int], ...] = ()  # (first batch size, last, K): see backends/k_schedule.py
+    forced_acceptance: tuple[float, ...] = ()
+    step_log: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other or themselves."""
@@ -49,6 +57,15 @@ class EngineOptions:
         if self.draft == SELF_INT4 and self.draft_quantization not in ("none", "int4"):
             raise ConfigError(
                 "self-int4 is an int4 copy: leave --draft-quantization out, or give the model directory as --draft"
+            )
+        if fault := entries_fault(self.k_schedule, self.k):
+            raise ConfigError(fault)
+        rates = self.forced_acceptance
+        if rates and (
+            len(rates) != self.k or not all(0 <= rate <= 1 for rate in rates) or sorted(rates, reverse=True) != [*rates]
+        ):
+            raise ConfigError(
+                f"--forced-acceptance {rates}: {self.k} rates of 0 to 1, one a draft position, none above the one before"
             )
         if not 1 <= self.ngram_min <= self.ngram_max:
             raise ConfigError(f"--ngram-min {self.ngram_min} and --ngram-max {self.ngram_max}: 1 <= min <= max is needed")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
+TARGET, DRAFT, ACCEPT, RESIDUAL, FORCED = range(5)
 """Independent noise streams of one request."""
 
 _MASK64 = (1 << 64) - 1

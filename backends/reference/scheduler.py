@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from backends.k_schedule import k_at
 from backends.reference.sequence import Sequence
 
 
@@ -19,6 +20,7 @@ class Limits:
     capacity_tokens: int
     chunked_prefill: bool
     k: int
+    k_schedule: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,9 @@ class Scheduler:
             self._vacate(sequence)
 
     def _decodes(self) -> list[tuple[Sequence, int]]:
-        return [(s, max(0, min(self.limits.k, s.draft_room))) for s in self.running if s.decoding]
+        decoding = [s for s in self.running if s.decoding]
+        k = k_at(self.limits.k_schedule, len(decoding), self.limits.k)
+        return [(s, max(0, min(k, s.draft_room))) for s in decoding]
 
     def _chunks(self, budget: int) -> list[tuple[Sequence, int]]:
         chunks = []

@@ -68,6 +68,18 @@ def walk(draft: Draft, chosen: Sequence[int]) -> Verdict:
     return Verdict(tuple(path), chosen[node])
 
 
+def forced(draft: Draft, count: int, chosen: Sequence[int]) -> Verdict:
+    """Accept `count` tokens of the draft's deepest branch (all of a shorter one), whatever the target says."""
+    depths = draft.depths()
+    node = depths.index(max(depths))
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = node - 1 if draft.parents is None else draft.parents[node - 1]
+    path = path[:count]
+    return Verdict(tuple(path), chosen[path[-1] if path else 0])
+
+
 def reject(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int, int], float]) -> tuple[tuple[int, ...], Tensor]:
     """Accept or reject down the tree.
 

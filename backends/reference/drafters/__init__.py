@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from backends.matchers import NgramIndex, SuffixIndex
 from backends.reference.drafters.base import Drafter
 from backends.reference.drafters.draft_model import DraftModel
-from backends.reference.drafters.ngram import Ngram
+from backends.reference.drafters.lookup import Lookup
 from backends.reference.drafters.off import Off
 from backends.reference.kv_cache import token_bytes
 from backends.reference.loader import load_model
@@ -46,6 +48,10 @@ def _draft_model(options: EngineOptions, tokenizer: Tokenizer, vocab_size: int, 
 
 _BUILDERS: dict[str, Callable[[EngineOptions, Tokenizer, int, int], Built]] = {
     "off": lambda options, tokenizer, vocab_size, rows: (Off(), 0),
-    "ngram": lambda options, tokenizer, vocab_size, rows: (Ngram(options.ngram_min, options.ngram_max), 0),
+    "ngram": lambda options, tokenizer, vocab_size, rows: (
+        Lookup(partial(NgramIndex, options.ngram_min, options.ngram_max)),
+        0,
+    ),
+    "suffix": lambda options, tokenizer, vocab_size, rows: (Lookup(SuffixIndex), 0),
     "draft_model": _draft_model,
 }

@@ -61,6 +61,7 @@ class DraftModel:
             if token != actual:
                 break
             known += 1
+        known = min(known, len(sequence.tokens) - 1)  # forced acceptance may emit a refused token all the same
         return Piece(sequence.slot, known, sequence.tokens[known:])
 
     def _next_logits(self, pieces: list[Piece]) -> Tensor:

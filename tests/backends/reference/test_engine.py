@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +53,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 PROMPTS = prompts(16)
-VARIANTS = [("ngram", 1), ("ngram", 4), ("draft_model", 1), ("draft_model", 3), ("draft_model", 6)]
+VARIANTS = [("ngram", 1), ("ngram", 4), ("suffix", 4), ("draft_model", 1), ("draft_model", 3), ("draft_model", 6)]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,8 @@ def greedy(tiny: tuple[Path, PreTrainedModel]) -> list[list[int]]:
 @pytest.mark.parametrize(("variant", "k"), [("off", 0), *VARIANTS])
 def test_greedy_text_equals_transformers(variant: str, k: int, batch: int, build: Build, greedy: list[list[int]]) -> None:
     engine = build(variant, k, max_num_seqs=batch)
-    assert generate(engine, [request(prompt) for prompt in PROMPTS]) == greedy
+    count = 4 * batch
+    assert generate(engine, [request(prompt) for prompt in PROMPTS[:count]]) == greedy[:count]
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +88,16 @@ def sampled_requests() -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize(("variant", "k"), [("off", 0), *((v, k) for v in ("ngram", "draft_model") for k in range(1, 7))])
+@pytest.mark.parametrize(
+    ("variant", "k"), [("off", 0), *((v, k) for v in ("ngram", "suffix", "draft_model") for k in range(1, 7))]
+)
 def test_sampled_text_is_the_same_whatever_is_drafted_and_batched(
     variant: str, k: int, batch: int, build: Build, sampled: list[list[int]]
 ) -> None:
     order = list(range(16))
     random.Random(f"{variant}{k}{batch}").shuffle(order)
     requests = sampled_requests()
+    order = order[: 4 * batch]
     made = generate(build(variant, k, max_num_seqs=batch), [requests[i] for i in order])
     assert made == [sampled[i] for i in order]
 
@@ -185,6 +190,76 @@ def test_counters_equal_what_was_emitted(variant: str, k: int, build: Build) -> 
         assert c.drafted_steps == c.draft_tokens == 0
     else:
         assert (emitted - 16) / c.decode_steps > 1.0
+
+
+def test_suffix_finds_what_ngram_finds_and_drafts_no_longer_than_its_match(build: Build) -> None:
+    """The text is a loop of six tokens twice over, and then once more: three tokens match, so three are drafted."""
+    loop = [1, 2, 3, 4, 5, 6]
+    engine = build("suffix", 6)
+    sequence = engine.add(request([*loop, *loop, 9, *loop[:3]]))
+    assert engine.drafter.propose([(sequence, 6)])[0].tokens == (4, 5, 6)
+    assert engine.drafter.propose([(sequence, 2)])[0].tokens == (4, 5)
+
+
+def test_k_follows_the_batch_size(build: Build, greedy: list[list[int]]) -> None:
+    """K = 4 alone, 2 for up to five sequences, 0 above; the text stays the same."""
+    schedule = ((1, 1, 4), (2, 5, 2), (6, 16, 0))
+    engine = build("draft_model", 4, k_schedule=schedule)
+    seen: dict[int, set[int]] = {}
+    propose = engine.drafter.propose
+
+    def spy(work: list[tuple[Sequence, int]]) -> list[Draft]:
+        drafts = propose(work)
+        seen.setdefault(len(work), set()).update(
+            len(draft.tokens) for (s, _), draft in zip(work, drafts, strict=True) if s.draft_room >= 4
+        )
+        return drafts
+
+    engine.drafter.propose = spy  # type: ignore[method-assign]
+    sequences = [engine.add(request(p, 24 - i, ignore_eos=True)) for i, p in enumerate(PROMPTS)]
+    while engine.has_work:
+        engine.step()
+    assert seen.pop(0) == set()
+    assert set(seen) > {1, 16}
+    for batch, drafted in seen.items():
+        assert drafted <= {4 if batch == 1 else 2 if batch <= 5 else 0}
+    for sequence, text in zip(sequences, greedy, strict=True):
+        shared = min(len(text), sequence.output_tokens)
+        assert output(sequence)[:shared] == text[:shared]
+
+
+@pytest.mark.parametrize(("variant", "k"), [("ngram", 3), ("draft_model", 3)])
+def test_forced_acceptance_has_the_rates_asked_for(variant: str, k: int, build: Build) -> None:
+    """2 × 10 long requests, and every step drafts K: the rates are those of some 800 coins."""
+    engine = build(variant, k, forced_acceptance=(0.8, 0.5, 0.1))
+    generate(engine, [request(p, 200, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS[:10])])
+    c = engine.counters
+    full = c.decode_steps - 10 * k  # the last steps of a request have room for less
+    assert c.draft_tokens >= full * k
+    for count, rate in zip(c.accepted_per_position, (0.8, 0.5, 0.1), strict=True):
+        assert abs(count / c.decode_steps - rate) < 4 * (rate * (1 - rate) / c.decode_steps) ** 0.5 + 10 / c.decode_steps
+
+
+def test_a_step_log_adds_up(build: Build, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    engine = build("draft_model", 3, step_log=log)
+    engine.warm_up()
+    generate(engine, [request(p) for p in PROMPTS])
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    c = engine.counters
+    for name, total in (
+        ("batch", c.decode_steps),
+        ("drafted", c.draft_tokens),
+        ("accepted", c.accepted_tokens),
+        ("emitted", c.generated_tokens),
+        ("prompt", c.prompt_tokens),
+    ):
+        assert sum(step[name] for step in steps) == total
+    assert sum(step["batch"] > 0 for step in steps) == c.engine_steps
+    for step in steps:
+        parts = [step[f"{part}_s"] for part in ("draft", "verify", "sample", "host")]
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(step["step_s"], abs=1e-6)
 
 
 def _ends_inside_a_draft(engine: Engine, prompt: list[int], **fields: Any) -> tuple[Sequence, int]:
@@ -319,6 +394,11 @@ def test_a_draft_model_with_another_tokenizer_is_refused(build: Build, tmp_path:
         ({"max_model_len": 100_000}, "exceeds the model's context of 512"),
         ({"kv_cache_tokens": 10}, "cannot hold one sequence"),
         ({"variant": "ngram", "k": 2, "draft": "x"}, "--draft goes with"),
+        ({"variant": "ngram", "k": 2, "k_schedule": ((1, 4, 3),)}, "K must lie between 0 and the configuration's K = 2"),
+        ({"variant": "ngram", "k": 2, "k_schedule": ((2, 4, 1),)}, "start at batch size 1"),
+        ({"variant": "ngram", "k": 2, "forced_acceptance": (0.5,)}, "2 rates of 0 to 1"),
+        ({"variant": "ngram", "k": 2, "forced_acceptance": (0.5, 0.6)}, "none above the one before"),
+        ({"variant": "ngram", "k": 2, "step_log": Path("/nowhere/log")}, "--step-log /nowhere/log cannot be written"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: str, build: Build) -> None:
