@@ -53,7 +53,12 @@ def inspect_trace(
 def offline_acceptance(trace: Trace, model: Path) -> list[Acceptance]:
     """Exact n-gram and suffix acceptance on the recorded outputs, by category, for every K."""
     tokenizer = Tokenizer(model)
-    recorded = record(trace, lambda request: prompt_ids(request, tokenizer), lambda text: tokenizer.encode(text, special=False))
+    recorded = record(
+        trace,
+        lambda request: prompt_ids(request, tokenizer),
+        lambda text: tokenizer.encode(text, special=False),
+        tokenizer.end_id,
+    )
     return pool([*ngram_acceptance(recorded), *suffix_acceptance(recorded)], by=("category",)) if recorded else []
 
 

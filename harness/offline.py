@@ -59,14 +59,29 @@ class Acceptance:
 
 
 def record(
-    trace: Trace, encode_prompt: Callable[[Request], Sequence[int]], encode: Callable[[str], Sequence[int]]
+    trace: Trace,
+    encode_prompt: Callable[[Request], Sequence[int]],
+    encode: Callable[[str], Sequence[int]],
+    end_id: int | None = None,
 ) -> list[Recorded]:
-    """The requests with recorded output, tokenized. `encode_prompt` applies the chat template, `encode` adds no special tokens."""
-    return [
-        Recorded(encode_prompt(request), encode(request.output_text), request.category)
-        for request in trace.requests()
-        if request.output_text
-    ]
+    """The requests with recorded output, tokenized. `encode_prompt` applies the chat template, `encode` adds no special tokens.
+
+    `end_id` follows an answer that ended by itself: a text does not show that token, and an engine spends a step on it.
+    """
+    found = []
+    for request, status in zip(trace.requests(), trace.values("source_status"), strict=True):
+        if request.output_text:
+            output = list(encode(request.output_text))
+            if end_id is not None and _ended_itself(request, status, len(output)):
+                output.append(end_id)
+            found.append(Recorded(encode_prompt(request), output, request.category))
+    return found
+
+
+def _ended_itself(request: Request, status: str | None, tokens: int) -> bool:
+    if status is None:
+        return request.output_tokens == tokens + 1
+    return status == "stop" and not request.sampling.get("stop")
 
 
 def pool(parts: Sequence[Acceptance], *, by: Sequence[str] = ()) -> list[Acceptance]:

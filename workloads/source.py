@@ -163,9 +163,13 @@ class Source:
             yield from enumerate(value if isinstance(value, list) else [value], 1)
         elif self.kind == "csv":
             with io.TextIOWrapper(self.open(), "utf-8", errors="replace", newline="") as text:
+                csv.field_size_limit(2**31 - 1)  # a prompt in a field is longer than the 128 KiB that Python grants
                 reader = csv.DictReader(text)
-                for row in reader:
-                    yield reader.line_num, {key: value for key, value in row.items() if key is not None}
+                try:
+                    for row in reader:
+                        yield reader.line_num, {key: value for key, value in row.items() if key is not None}
+                except (csv.Error, OSError, EOFError, zstandard.ZstdError) as error:
+                    raise self.error(reader.line_num, f"cannot be read as CSV ({error})") from None
         else:
             for number, line in self.lines():
                 yield number, self.parse(number, line)

@@ -61,6 +61,12 @@ class Tokenizer:
         """Text without special tokens."""
         return self._fast.decode(list(ids), skip_special_tokens=True)
 
+    @property
+    def end_id(self) -> int | None:
+        """Id of the token that ends an answer; None where the tokenizer names none."""
+        end = self._specials["eos_token"]
+        return self._fast.token_to_id(end) if end else None
+
     def vocabulary(self) -> dict[str, int]:
         """Every token's id, added tokens included: two tokenizers with equal vocabularies can draft for each other."""
         return self._fast.get_vocab(with_added_tokens=True)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.matchers import SuffixIndex, propose_ngram
-from harness.offline import Acceptance, Recorded, ngram_acceptance, pool, suffix_acceptance
+from harness.offline import Acceptance, Recorded, ngram_acceptance, pool, record, suffix_acceptance
+from tests.workloads.traces import trace_of
 
 Propose = Callable[[list[int], int], list[int]]
 
@@ -95,3 +96,15 @@ def test_steps_are_split_by_category_and_by_context_length_at_the_step() -> None
 
 def test_an_output_of_one_token_has_no_decode_step() -> None:
     assert ngram_acceptance([Recorded([1, 1], [1])]) == []
+
+
+def test_an_answer_that_ended_itself_has_the_token_that_ended_it() -> None:
+    trace = trace_of(
+        prompt=["p"] * 5,
+        output_text=["ab"] * 5,
+        output_tokens=[3, 2, None, None, None],
+        source_status=[None, None, "stop", "length", "stop"],
+        sampling=[None] * 4 + ['{"stop": ["c"]}'],
+    )
+    found = record(trace, lambda _: [1], lambda text: list(map(ord, text)), end_id=0)
+    assert [len(item.output_ids) for item in found] == [3, 2, 3, 2, 2]

@@ -12,6 +12,9 @@ from workloads.rows import Drop, Row, by_record
 from workloads.source import Source
 from workloads.times import iso_ns
 
+_INPUT = ("prompt_tokens", "promptTokens", "inputUsage")
+_OUTPUT = ("completion_tokens", "completionTokens", "outputUsage")
+"""Names in `usage`, and of older exports' columns, which are 0 where nothing is known."""
 _TYPES = ("GENERATION", "SPAN", "EVENT", "TRACE")
 
 
@@ -36,8 +39,12 @@ def row(record: Mapping[str, Any]) -> Row:
     start, end = (rows.first_of(record, *names) for names in (("startTime", "start_time"), ("endTime", "end_time")))
     found: Row = {
         "time": start,
-        "input_tokens": rows.input_count(rows.first_of(usage, "input", "prompt_tokens", "promptTokens")),
-        "output_tokens": rows.output_count(rows.first_of(usage, "output", "completion_tokens", "completionTokens")),
+        "input_tokens": rows.input_count(
+            rows.first_of(usage, "input", *_INPUT) if usage else rows.first_of(record, *_INPUT) or None
+        ),
+        "output_tokens": rows.output_count(
+            rows.first_of(usage, "output", *_OUTPUT) if usage else rows.first_of(record, *_OUTPUT) or None
+        ),
         "output_text": _answer(_parsed(record.get("output"))),
         "session_id": rows.text(rows.first_of(record, "sessionId", "session_id", "traceId", "trace_id")),
         "tenant": rows.text(rows.first_of(record, "userId", "user_id")),
@@ -68,6 +75,8 @@ def _parsed(value: Any) -> Any:
 
 
 def _answer(output: Any) -> str | None:
+    if isinstance(output, list) and len(output) == 1:
+        output = output[0]
     if isinstance(output, dict):
         output = rows.first_of(output, "content", "completion", "text")
     return rows.text(output)

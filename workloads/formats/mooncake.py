@@ -36,12 +36,13 @@ def _is_row(sample: Mapping[str, Any]) -> bool:
 
 def read(source: Source) -> Iterator[Batch]:
     block_size: int | None = None
+    begun: set[str | None] = set()  # sessions whose rows hold new messages only
     for numbers, records in _chunks(source):
         if block_size is None:
             block_size = _block_size(records)
         batch = _plain(numbers, records, block_size)
         if batch is None:
-            found = _one_by_one(source, numbers, records, block_size)
+            found = _one_by_one(source, numbers, records, block_size, begun)
             (batch,) = [b for b in batches(found) if b.read] or [Batch()]
         if block_size != BLOCK_TOKENS[0]:
             batch.notes = (*batch.notes, f"prefix blocks taken as {block_size} tokens: that size covers the inputs")
@@ -111,7 +112,9 @@ def _integers_only(records: list[Any]) -> bool:
     return all(set(map(type, record["hash_ids"])) <= {int} for record in records)
 
 
-def _one_by_one(source: Source, numbers: list[int], records: list[Any], block_size: int) -> Iterator[Row | Drop]:
+def _one_by_one(
+    source: Source, numbers: list[int], records: list[Any], block_size: int, begun: set[str | None]
+) -> Iterator[Row | Drop]:
     for number, record in zip(numbers, records, strict=True):
         if record is TRUNCATED:
             yield Drop("truncated_last_line")
@@ -119,7 +122,12 @@ def _one_by_one(source: Source, numbers: list[int], records: list[Any], block_si
             raise source.error(number, "is no JSON object; correct or remove the line")
         else:
             try:
-                yield {**_row(record, block_size), "line": number}
+                row = _row(record, block_size)
+                if record.get("message_mode") == "delta":
+                    if row["session_id"] in begun:  # its prompt holds a reply that the server is yet to give
+                        raise Drop("turn_needs_a_live_reply")
+                    begun.add(row["session_id"])
+                yield {**row, "line": number}
             except Drop as drop:
                 yield drop
 

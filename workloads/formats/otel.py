@@ -1,5 +1,6 @@
-"""OpenTelemetry GenAI spans: a document with `spans` or `resourceSpans` (OTLP), or one span a line. Spans with `gen_ai.*`
-attributes of a chat or completion are requests; other spans (tools, agents, HTTP) are counted apart.
+"""OpenTelemetry GenAI spans: a document with `spans` or `resourceSpans` (OTLP), an array of spans, or one span a line. Spans with
+`gen_ai.*` attributes of a chat or completion are requests; other spans (tools, agents, HTTP) are counted apart. Messages are one
+attribute (JSON text), or numbered ones as OpenLLMetry writes them (`gen_ai.prompt.0.content`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from workloads.rows import Batch, Drop, Row, batches
 from workloads.source import TRUNCATED, Source
 
 _CALLS = (None, "chat", "text_completion", "generate_content", "completion")
+_OUTPUTS = ("gen_ai.output.text", "gen_ai.output.messages", "gen_ai.completion", "gen_ai.completion.0.content")
+_MARKS = {
+    *("gen_ai.request.model", "gen_ai.input.messages", "gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens"),
+    *("gen_ai.prompt", "gen_ai.prompt.0.content"),
+}
 _PARAMETERS = {
     "gen_ai.request.temperature": "temperature",
     "gen_ai.request.top_p": "top_p",
@@ -87,15 +93,15 @@ def _row(span: Mapping[str, Any], calls: Mapping[Any, int]) -> Row:
         "output_tokens": rows.output_count(
             rows.first_of(attributes, "gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
         ),
-        "output_text": _text_of(rows.first_of(attributes, "gen_ai.output.text", "gen_ai.output.messages", "gen_ai.completion")),
+        "output_text": _text_of(rows.first_of(attributes, *_OUTPUTS)),
         "max_tokens": rows.limit_of(attributes.get("gen_ai.request.max_tokens")),
         "sampling": parameters or None,
         "session_id": rows.text(rows.first_of(attributes, "gen_ai.conversation.id", "session.id"))
         or rows.text(rows.first_of(span, "trace_id", "traceId")),
-        "parent": calls.get(parent) if isinstance(parent, str) else None,
+        "parent": calls.get(parent) if isinstance(parent, str | int) else None,
     }
-    conversation = _parsed(rows.first_of(attributes, "gen_ai.input.messages", "gen_ai.prompt"))
-    if isinstance(conversation, list):
+    conversation = _parsed(rows.first_of(attributes, "gen_ai.input.messages", "gen_ai.prompt")) or _numbered(attributes)
+    if isinstance(conversation, list) and conversation:
         row["messages"] = rows.messages([_message(message) for message in conversation])
     elif isinstance(conversation, str) and conversation:
         row["prompt"] = conversation
@@ -106,13 +112,7 @@ def _row(span: Mapping[str, Any], calls: Mapping[Any, int]) -> Row:
 
 def _is_call(attributes: Mapping[str, Any]) -> bool:
     operation = attributes.get("gen_ai.operation.name")
-    return (
-        any(name.startswith("gen_ai.") for name in attributes)
-        and operation in _CALLS
-        and bool(
-            attributes.keys() & {"gen_ai.request.model", "gen_ai.input.messages", "gen_ai.usage.input_tokens", "gen_ai.prompt"}
-        )
-    )
+    return any(name.startswith("gen_ai.") for name in attributes) and operation in _CALLS and not _MARKS.isdisjoint(attributes)
 
 
 def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,15 +123,30 @@ def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for item in given if isinstance(given, list) else ():
         if isinstance(item, dict) and isinstance(item.get("key"), str) and isinstance(item.get("value"), dict):
-            found[item["key"]] = next(
-                (int(v) if kind == "intValue" and str(v).isdecimal() else v for kind, v in item["value"].items()), None
-            )
+            found[item["key"]] = _value(item["value"])
     return found
+
+
+def _value(typed: Mapping[str, Any]) -> Any:
+    kind, value = next(iter(typed.items()), ("", None))
+    if kind == "intValue" and str(value).isdecimal():
+        return int(value)
+    if kind == "arrayValue" and isinstance(value, dict) and isinstance(value.get("values"), list):
+        return [_value(item) for item in value["values"] if isinstance(item, dict)]
+    return value
+
+
+def _numbered(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Messages given as `gen_ai.prompt.N.role` and `gen_ai.prompt.N.content`."""
+    messages: list[dict[str, Any]] = []
+    while (content := attributes.get(f"gen_ai.prompt.{len(messages)}.content")) is not None:
+        messages.append({"role": attributes.get(f"gen_ai.prompt.{len(messages)}.role", "user"), "content": content})
+    return messages
 
 
 def _id(span: Mapping[str, Any]) -> Any:
     found = rows.first_of(span, "span_id", "spanId")
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str | int) else None
 
 
 def _time(value: Any) -> Any:

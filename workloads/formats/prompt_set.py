@@ -1,6 +1,6 @@
-"""Prompt sets of speculative-decoding benchmarks: Spec-Bench and MT-bench (`turns`), SPEED-Bench (`question_id`, `messages`),
-HumanEval (`task_id`, `prompt`, `entry_point`; completion style), GSM8K (`question`, `answer`). The first turn of each, since later
-turns need the target's own answers. No arrivals; reference answers are not taken for recorded output.
+"""Prompt sets of speculative-decoding benchmarks: Spec-Bench and MT-bench (`turns`, or a list under `prompt`), SPEED-Bench
+(`question_id`, `messages`), HumanEval (`task_id`, `prompt`, `entry_point`; completion style), GSM8K (`question`, `answer`). The first
+turn of each, since later turns need the target's own answers. No arrivals; reference answers are not taken for recorded output.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def matches(source: Source) -> bool:
 def _is_prompt(sample: Mapping[str, Any]) -> bool:
     return (
         isinstance(sample.get("turns"), list)
+        or ("prompt_id" in sample and isinstance(sample.get("prompt"), list))
         or {"question_id", "messages"} <= sample.keys()
         or {"task_id", "prompt", "entry_point"} <= sample.keys()
         or {"question", "answer"} <= sample.keys()
@@ -38,8 +39,9 @@ def row(record: Mapping[str, Any]) -> Row:
         if prompt is None:
             raise Drop("no_prompt")
         return {"prompt": prompt, "category": category or "code"}
-    turns = record.get("turns")
+    turns = rows.first_of(record, "turns", "prompt")
     question = turns[0] if isinstance(turns, list) and turns else record.get("question")
+    question = question.get("content") if isinstance(question, dict) else question
     if not isinstance(question, str) or not question.strip():
         raise Drop("no_prompt")
     return {"messages": [_checked({"role": "user", "content": question})], "category": category}

@@ -1,9 +1,11 @@
 """SGLang request logs (`--log-requests --log-requests-format json`): events `request.received` and `request.finished`. One
-request for each `rid`; its events are joined. Levels 0 and 1 hold no text.
+request for each `rid`; its events are joined. Levels 0 and 1 hold no text. On standard output they stand among the server's other
+lines, which are no rows.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,17 +16,17 @@ from workloads.source import TRUNCATED, Source
 LOG_TEXT_LIMIT = 2048
 """Characters at which level 2 cuts texts; a text this long may be cut, so it is not taken."""
 
-_EVENTS = ("request.received", "request.finished")
+_EVENT = re.compile(rb'\{.*"event": ?"request\.(received|finished)"')
 
 
 def matches(source: Source) -> bool:
-    return any(str(sample.get("event")) in _EVENTS and "rid" in sample for sample in source.samples)
+    return source.kind in ("json_lines", "text") and b'"rid"' in source.head and _EVENT.search(source.head) is not None
 
 
 def read(source: Source) -> Iterator[Batch]:
     open_requests: dict[str, tuple[int, dict[str, Any]]] = {}
     found: list[Row | Drop] = []
-    for number, record in source.records():
+    for number, record in _records(source):
         if record is TRUNCATED:
             found.append(Drop("truncated_last_line"))
         elif not isinstance(record, dict):
@@ -41,6 +43,13 @@ def read(source: Source) -> Iterator[Batch]:
             found.append(Drop("other_event"))
     found += [_safely(*request) for request in open_requests.values()]
     return batches(iter(found))
+
+
+def _records(source: Source) -> Iterator[tuple[int, Any]]:
+    for number, line in source.lines():
+        event = _EVENT.search(line)
+        if event or line.lstrip()[:1] == b"{":
+            yield number, source.parse(number, line[event.start() if event else 0 :])
 
 
 def _safely(line: int, events: Mapping[str, Mapping[str, Any]]) -> Row | Drop:

@@ -1,5 +1,5 @@
-"""Conversations: ShareGPT (`conversations` of `from`/`value`), its `role`/`content` variants, LMSYS-Chat-1M and WildChat rows
-(`conversation`), as JSON array, JSONL or Parquet.
+"""Conversations: ShareGPT (`conversations`, in older dumps `items`, of `from`/`value`), its `role`/`content` variants,
+LMSYS-Chat-1M and WildChat rows (`conversation`), and `messages` that end with the assistant's, as JSON array, JSONL or Parquet.
 
 One request for each conversation: everything up to the first user turn, with the reply to it as recorded output, as vLLM's and
 SGLang's benchmarks have it. Fields that identify people (hashed addresses, headers, places) are not read.
@@ -29,11 +29,25 @@ _ROLES = {
 
 
 def matches(source: Source) -> bool:
-    return any(isinstance(_turns(sample), list) and "body" not in sample for sample in source.samples)
+    return any(_is_conversation(sample) for sample in source.samples)
+
+
+def _is_conversation(sample: Mapping[str, Any]) -> bool:
+    turns = _turns(sample)
+    if not isinstance(turns, list) or "body" in sample:
+        return False
+    if "messages" not in sample:
+        return True
+    last = turns[-1] if turns else None
+    return (
+        isinstance(last, dict)
+        and last.get("role") == "assistant"
+        and not {"max_tokens", "output", "output_text"} & sample.keys()
+    )
 
 
 def _turns(record: Mapping[str, Any]) -> Any:
-    return rows.first_of(record, "conversations", "conversation")
+    return rows.first_of(record, "conversations", "conversation", "items", "messages")
 
 
 def row(record: Mapping[str, Any]) -> Row:
@@ -49,7 +63,7 @@ def row(record: Mapping[str, Any]) -> Row:
     prompt = [message for message in messages[:first] if message["role"] == "system"] + [messages[first]]
     reply = messages[first + 1] if first + 1 < len(messages) and messages[first + 1]["role"] == "assistant" else None
     return {
-        "time": rows.first_of(record, "timestamp", "created_at"),
+        "time": rows.first_of(record, "timestamp", "created_at", "tstamp"),
         "messages": prompt,
         "output_text": (reply["content"] or None) if reply else None,
         "category": rows.text(record.get("category")),

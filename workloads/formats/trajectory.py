@@ -1,6 +1,6 @@
-"""Agent trajectories: a list of `role`/`content` messages (mini-swe-agent), or an object that holds one under `messages`,
-`history` or `trajectory` (SWE-agent). Each assistant message was one request: what came before it is the prompt, which grows, and
-all belong to one session.
+"""Agent trajectories: a list of `role`/`content` messages (mini-swe-agent), or objects that hold one under `messages`, `history` or
+`trajectory` (SWE-agent), alone or one a line. Each assistant message was one request: what came before it is the prompt, which
+grows, and all belong to one session.
 """
 
 from __future__ import annotations
@@ -10,20 +10,37 @@ from typing import Any
 
 from workloads import rows
 from workloads.rows import Batch, Drop, Row, batches
-from workloads.source import Source
+from workloads.source import TRUNCATED, Source
 
 _KEYS = ("messages", "history", "trajectory")
+_SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
+_MARKS = {"info", "instance_id", "traj_id", "trajectory_format", "exit_status", "history", "trajectory"}
+"""One of them tells a trajectory from a chat that is one line of JSON too."""
 
 
 def matches(source: Source) -> bool:
-    if source.kind != "json":
-        return False
-    return bool(_conversations(source.document))
+    if source.kind == "json":
+        return bool(_conversations(source.document))
+    return any(_MARKS & sample.keys() and _conversations(sample) for sample in source.samples)
 
 
 def read(source: Source) -> Iterator[Batch]:
     found: list[Row | Drop] = []
-    for session, conversation in enumerate(_conversations(source.document), 1):
+    if source.kind == "json":
+        conversations = _conversations(source.document)
+    else:
+        conversations = []
+        for number, record in source.records():
+            conversation = _conversations(record)
+            if conversation:
+                conversations += conversation
+            elif record is TRUNCATED:
+                found.append(Drop("truncated_last_line"))
+            elif isinstance(record, dict):
+                found.append(Drop("no_conversation"))
+            else:
+                raise source.error(number, "is no JSON object; correct or remove the line")
+    for session, conversation in enumerate(conversations, 1):
         found += _requests(conversation, str(session))
     for batch in batches(iter(found)):
         batch.notes = ("each assistant message is one request; its line is its place in the conversation",)
@@ -50,7 +67,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _requests(conversation: list[Any], session: str) -> Iterator[Row | Drop]:
-    messages = [{"role": m["role"], "content": m["content"]} for m in conversation]
+    messages = [{key: m[key] for key in _SENT if m.get(key) is not None or key == "content"} for m in conversation]
     last: int | None = None
     for position, message in enumerate(messages):
         if message["role"] != "assistant":

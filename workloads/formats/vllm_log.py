@@ -14,6 +14,11 @@ from workloads.times import number_in
 
 _REQUEST = re.compile(r"(\d\d)-(\d\d) (\d\d:\d\d:\d\d).*?Received request (\S+?): ")
 _PARAMETER = re.compile(r"(\w+)=(-?\d+(?:\.\d+)?(?:e-?\d+)?|True|False)(?=[,)])")
+_NEUTRAL = {
+    **{"n": (1,), "best_of": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,), "ignore_eos": (False,)},
+    **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+}
+"""Values with which the log prints parameters that nobody set."""
 _FIRST_YEAR = 2000  # a leap year, so that 29 February is a date
 
 
@@ -45,7 +50,12 @@ def _rows(source: Source) -> Iterator[Row | Drop]:
         yield {
             "time": f"{year}-{found[1]}-{found[2]} {found[3]}",
             "max_tokens": int(limit) if isinstance(limit, int) and 0 < limit < 2**40 else None,
-            "sampling": {name: value for name, value in parameters.items() if name in SAMPLING_KEYS} or None,
+            "sampling": {
+                name: value
+                for name, value in parameters.items()
+                if name in SAMPLING_KEYS and value not in _NEUTRAL.get(name, ())
+            }
+            or None,
             "line": number,
         }
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from tiny_models import generate
 
+from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
 from backends.reference import demo_model
 from backends.reference.engine import Engine
 from backends.reference.options import EngineOptions
 from backends.serving import GenerationRequest
 from backends.types import BackendError
+from harness.offline import Recorded, ngram_acceptance, pool
 
 REFERENCE = json.loads((Path(__file__).parents[2] / "data" / "greedy_smollm2" / "reference.json").read_text(encoding="utf-8"))
 ENTRIES = REFERENCE["entries"]
@@ -46,6 +48,11 @@ def test_all_prompts_at_batch_16(variant: str, folder: Path) -> None:
     counters = engine.counters
     tau = (counters.generated_tokens - counters.first_tokens) / counters.decode_steps
     assert (tau == 1.0) if variant == "off" else (tau > 1.0)
+    if variant == "ngram":  # on the same outputs the offline count is the engine's own
+        recorded = [Recorded(engine.tokenizer.encode_chat(e["messages"]), e["output_ids"]) for e in ENTRIES]
+        parts = pool(ngram_acceptance(recorded, max_k=4, max_n=DEFAULT_MAX_N))
+        (part,) = [p for p in parts if (p.k, p.min_n, p.max_n) == (4, DEFAULT_MIN_N, DEFAULT_MAX_N)]
+        assert (part.steps, part.tau) == (counters.decode_steps, tau)
     if variant == "draft_model":  # the int4 copy agrees with its target on most tokens
         assert tau > 2.0
 
