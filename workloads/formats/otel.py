@@ -129,7 +129,7 @@ def _attributes(span: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(typed: Mapping[str, Any]) -> Any:
     kind, value = next(iter(typed.items()), ("", None))
-    if kind == "intValue" and str(value).isdecimal():
+    if kind == "intValue" and isinstance(value, str) and value.isdecimal():
         return int(value)
     if kind == "arrayValue" and isinstance(value, dict) and isinstance(value.get("values"), list):
         return [_value(item) for item in value["values"] if isinstance(item, dict)]
