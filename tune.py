@@ -84,9 +84,12 @@ def tune(
         list[str] | None, typer.Option(help="Where an engine lives: NAME=PYTHON_OR_COMMAND.", rich_help_panel=_ENGINE)
     ] = None,
     base_args: Annotated[
-        str,
-        typer.Option(help="Your production flags, quoted: the baseline runs with them as they stand.", rich_help_panel=_ENGINE),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="Your production flags, quoted: the baseline runs with them as they stand. With several backends: vllm='...'.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     model: Annotated[
         str, typer.Option(help="Target: hub id, directory, or 'demo' (SmolLM2-135M-Instruct).", rich_help_panel=_ENGINE)
     ] = "demo",
@@ -173,7 +176,7 @@ def tune(
         },
         endpoints=_endpoints(endpoint or []),
         api_key_env=api_key_env,
-        base_args=st.parse_command("--base-args", base_args),
+        base_args=st.parse_base_args(base_args or [], backend or ["reference"]),
         model=model,
         drafts=st.parse_pairs("--draft", draft or []),
         variants=st.parse_names(variants),
@@ -341,7 +344,7 @@ def verify_engine(
         out=str(out or Path("runs") / f"verify-{name}"),
         backends=(name,),
         engines={name: st.parse_command("--engine", engine)} if engine else {},
-        base_args=st.parse_command("--base-args", base_args),
+        base_args=st.parse_base_args([base_args], [name]),
         model=model,
         drafts=st.parse_pairs("--draft", draft or []),
         variants=st.parse_names(variants),

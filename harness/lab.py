@@ -146,7 +146,7 @@ class Lab:
             "model": self._identity,
             "part": [asked.format, asked.window, asked.limit, asked.thin, asked.jitter_s, asked.time_unit, asked.prompts],
             "max_output_tokens": asked.max_output_tokens,
-            "base_args": asked.base_args,
+            "base_args": asked.base_args.get(config.backend, ()),
             "engine": asked.engines.get(config.backend),
             "seed": asked.seed,
         }
@@ -177,7 +177,9 @@ class Lab:
         adapter = ADAPTERS[config.backend]
         command = self.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
         self._server_dir = self.store.server_dir(number)
-        self._launch = adapter.launch(config, port=port, command=command, base_args=self.settings.base_args)
+        self._launch = adapter.launch(
+            config, port=port, command=command, base_args=self.settings.base_args.get(config.backend, ())
+        )
         server = Server.start(self._launch, port=port, folder=self._server_dir, backend=config.backend)
         try:
             server.endpoint = adapter.read_back(server.endpoint, config, server.log())

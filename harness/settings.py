@@ -27,7 +27,7 @@ class RunSettings:
     engines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # backend -> command that starts it
     endpoints: Mapping[str, str] = field(default_factory=dict)  # variant -> URL of a server that already runs
     api_key_env: str | None = None
-    base_args: tuple[str, ...] = ()
+    base_args: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # backend -> its production flags
     model: str = "demo"
     drafts: Mapping[str, str] = field(default_factory=dict)  # variant -> checkpoint
     variants: tuple[str, ...] = ("off", "ngram")
@@ -190,6 +190,27 @@ def parse_command(option: str, text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise ConfigError(f"{option}: cannot read '{text}': {error}") from None
+
+
+def parse_base_args(items: Sequence[str], backends: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Quoted production flags by backend: ``"--max-model-len 4096"`` for the only one, ``vllm="..."`` where there are several.
+
+    Raises:
+        ConfigError: flags of no backend in particular where several are measured, or of one that is not.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for item in filter(None, items):
+        name, sign, text = item.partition("=")
+        if not sign or name not in ADAPTERS:
+            if len(backends) > 1:
+                raise ConfigError(
+                    f"--base-args: say whose flags they are, since several backends are measured: {backends[0]}='{item}'"
+                )
+            name, text = backends[0], item
+        if name not in backends:
+            raise ConfigError(f"--base-args {name}=...: {name} is not measured; add --backend {name}")
+        found[name] = found.get(name, ()) + parse_command("--base-args", text)
+    return found
 
 
 def parse_window(text: str) -> tuple[float, float]:

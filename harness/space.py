@@ -84,7 +84,7 @@ def _configurations(settings: RunSettings, model: str) -> Iterator[ServingConfig
             prefix_caching=backend != "reference",  # that engine has none
             extra={"trust_remote_code": True} if settings.trust_remote_code else {},
         )
-        base = _as_in_production(base, settings.base_args)
+        base = _as_in_production(base, settings.base_args.get(backend, ()))
         yield base  # off is always measured, asked for or not: nothing can be judged without it
         for variant in settings.variants:
             if variant != "off":

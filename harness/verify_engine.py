@@ -78,7 +78,7 @@ def _verify(
     checks: list[Check] = []
     processes: list[psutil.Process] = []
     try:
-        launch = adapter.launch(config, port=port, command=command, base_args=settings.base_args)
+        launch = adapter.launch(config, port=port, command=command, base_args=settings.base_args.get(config.backend, ()))
         with Server.start(launch, port=port, folder=folder, backend=config.backend) as server:
             processes = psutil.Process().children(recursive=True)
             endpoint = adapter.read_back(server.endpoint, config, server.log())

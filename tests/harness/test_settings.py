@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.types import ConfigError
-from harness.settings import RunSettings, parse_duration, parse_numbers, parse_pairs, parse_slo, parse_window
+from harness.settings import RunSettings, parse_base_args, parse_duration, parse_numbers, parse_pairs, parse_slo, parse_window
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,20 @@ def test_settings_that_cannot_work_are_refused_in_one_line(changes: dict[str, ob
         settings(**changes)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_production_flags_belong_to_their_backend() -> None:
+    assert parse_base_args(["--max-model-len 4096 --json-arg=a"], ["vllm"]) == {
+        "vllm": ("--max-model-len", "4096", "--json-arg=a")
+    }
+    two = parse_base_args(["vllm=--enforce-eager", "sglang=--device cpu"], ["vllm", "sglang"])
+    assert two == {"vllm": ("--enforce-eager",), "sglang": ("--device", "cpu")}
+    assert parse_base_args([""], ["reference", "vllm"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"), [("--enforce-eager", "whose flags"), ("sglang=--device cpu", "add --backend sglang")]
+)
+def test_production_flags_of_nobody_are_refused(item: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_base_args([item], ["reference", "vllm"])
