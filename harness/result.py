@@ -147,7 +147,7 @@ def _speedup(findings: Findings, judgement: Judgement) -> dict[str, Any] | None:
 def _launch(findings: Findings, config: ServingConfig) -> dict[str, Any]:
     adapter = ADAPTERS[config.backend]
     command = findings.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
-    launch = adapter.launch(config, port=8000, command=command, base_args=findings.settings.base_args)
+    launch = adapter.launch(config, port=8000, command=command, base_args=findings.settings.base_args.get(config.backend, ()))
     return {"command": shlex.join(launch.argv), "env": dict(launch.env), "files": dict(launch.files)}
 
 
