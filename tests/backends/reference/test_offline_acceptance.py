@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from backends.reference.engine import Engine
 from backends.reference.options import EngineOptions
-from harness.offline import Acceptance, Recorded, ngram_acceptance, pool
+from harness.offline import Acceptance, Recorded, ngram_acceptance, pool, suffix_acceptance
 
 
 def prompts(count: int = 40) -> list[list[int]]:
@@ -51,13 +51,26 @@ def test_ngram_counts_equal_the_engine_s(ending_dir: Path, k: int, sizes: tuple[
     assert_same_tau(part, engine)
 
 
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_suffix_counts_equal_the_engine_s(ending_dir: Path, k: int) -> None:
+    _, recorded = decoded(ending_dir, ignore_eos=True)
+    engine, again = decoded(ending_dir, ignore_eos=True, variant="suffix", k=k)
+    assert again == recorded
+    (part,) = [p for p in pool(suffix_acceptance(recorded)) if p.k == k]
+    assert (part.drafted_steps, part.draft_tokens) == (engine.counters.drafted_steps, engine.counters.draft_tokens)
+    assert_same_tau(part, engine)
+
+
 def test_answers_that_end_themselves_have_the_engine_s_tau_too(ending_dir: Path) -> None:
     """The engine may draft past an end that nobody knows of yet, so only steps and tokens are compared."""
-    engine, recorded = decoded(ending_dir, ignore_eos=False, variant="ngram", k=4)
-    lengths = [len(item.output_ids) for item in recorded]
-    assert sum(n < 10 + i for i, n in enumerate(lengths)) >= 10
-    (part,) = [p for p in pool(ngram_acceptance(recorded)) if (p.k, p.min_n, p.max_n) == (4, 2, 4)]
-    assert_same_tau(part, engine)
+    for variant in ("ngram", "suffix"):
+        engine, recorded = decoded(ending_dir, ignore_eos=False, variant=variant, k=4)
+        lengths = [len(item.output_ids) for item in recorded]
+        assert sum(n < 10 + i for i, n in enumerate(lengths)) >= 10
+        parts = pool([*ngram_acceptance(recorded), *suffix_acceptance(recorded)])
+        wanted = (variant, 4, 2, 4) if variant == "ngram" else (variant, 4, None, None)
+        (part,) = [p for p in parts if (p.variant, p.k, p.min_n, p.max_n) == wanted]
+        assert_same_tau(part, engine)
 
 
 def assert_same_tau(part: Acceptance, engine: Engine) -> None:
