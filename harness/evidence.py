@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from backends.types import ServingConfig
 from harness.decide import BatchEvidence, Evidence, Ratio
+from harness.replicates import MIN_PAIRS, replayed_speedup, speedup_of_runs, throughput_of_runs
 from harness.space import group_key
-from harness.statistics import paired_speedup, paired_throughput
 from harness.store import Trial
 
 RecordsOf = Callable[[Trial], pa.Table]
@@ -47,25 +47,24 @@ def weights_of(shares: Mapping[int, float], batch_sizes: Sequence[int]) -> dict[
     return weights
 
 
-def closed_trials(trials: Sequence[Trial], trace: str, config: ServingConfig, stage: str) -> dict[int, Trial]:
-    """The measured closed-loop trials of one configuration in one stage, by batch size."""
-    return {
-        t.load.concurrency: t
-        for t in trials
-        if t.measured
-        and t.config == config
-        and t.load.mode == "closed"
-        and t.load.trace == trace
-        and t.stage == stage
-        and t.load.concurrency
-    }
+def closed_trials(trials: Sequence[Trial], trace: str, config: ServingConfig, stage: str) -> dict[int, list[Trial]]:
+    """The measured closed-loop trials of one configuration, by batch size, in the order they ran. A stage that is repeated
+    (`confirm1`, `confirm2`, ...) gives several."""
+    found: dict[int, list[Trial]] = {}
+    for t in trials:
+        wanted = t.measured and t.config == config and t.load.mode == "closed" and t.load.trace == trace
+        if wanted and t.load.concurrency and t.stage.rstrip("0123456789") == stage:
+            found.setdefault(t.load.concurrency, []).append(t)
+    return found
 
 
-def pair(off: Trial, on: Trial, objective: str, records_of: RecordsOf) -> BatchEvidence:
-    """Evidence of one batch size from the two trials, on the requests that both completed."""
-    off_records, on_records = records_of(off), records_of(on)
-    p95 = paired_speedup(off_records, on_records, "e2e_s", 0.95)
-    throughput = paired_throughput(off_records, on_records)
+def pair(offs: Sequence[Trial], ons: Sequence[Trial], objective: str, records_of: RecordsOf) -> BatchEvidence:
+    """Evidence of one batch size, on the requests that both sides completed: the n-th run of one with the n-th of the other."""
+    runs = min(len(offs), len(ons))
+    off, on = offs[-1], ons[-1]
+    off_records, on_records = ([records_of(t) for t in side[-runs:]] for side in (offs, ons))
+    p95 = speedup_of_runs(off_records, on_records, "e2e_s", 0.95)
+    throughput = throughput_of_runs(off_records, on_records)
     return BatchEvidence(
         batch_size=on.load.concurrency or 0,
         speedup=_speedup(off, on, off_records, on_records, objective),
@@ -87,13 +86,13 @@ def _drafted_share(on: Trial) -> float | None:
 QUANTILES = {"e2e_p50": ("e2e_s", 0.5), "e2e_p95": ("e2e_s", 0.95), "tpot_p50": ("tpot_s", 0.5)}
 
 
-def _speedup(off: Trial, on: Trial, off_records: pa.Table, on_records: pa.Table, objective: str) -> Ratio:
+def _speedup(off: Trial, on: Trial, off_records: Sequence[pa.Table], on_records: Sequence[pa.Table], objective: str) -> Ratio:
     if objective in QUANTILES:
-        found = paired_speedup(off_records, on_records, *QUANTILES[objective])
+        found = speedup_of_runs(off_records, on_records, *QUANTILES[objective])
         return Ratio(found.value, found.ci95)
     if objective == "goodput":  # a count against SLOs: a ratio without an interval
         return Ratio(math.exp(-(log_ratio(on, off, objective) or 0.0)), None)
-    found = paired_throughput(off_records, on_records)
+    found = throughput_of_runs(off_records, on_records)
     return Ratio(found.value, found.ci95)
 
 
@@ -156,17 +155,21 @@ def best_k(evidence: Mapping[ServingConfig, Sequence[BatchEvidence]], finalist: 
 def open_loop(
     trials: Sequence[Trial], trace: str, off: ServingConfig, on: ServingConfig, records_of: RecordsOf
 ) -> tuple[Ratio | None, Ratio | None]:
-    """E2E p50 and p95, off ÷ on, at the trace's own load. One replay of each gives the ratio and no interval."""
+    """E2E p50 and p95, off ÷ on, at the trace's own load: the n-th replay of one against the n-th of the other."""
 
-    def last(config: ServingConfig) -> Trial | None:
-        replays = [t for t in trials if t.measured and t.config == config and t.load.mode == "trace" and t.load.trace == trace]
-        return replays[-1] if replays else None
+    def replays(config: ServingConfig) -> list[pa.Table]:
+        return [
+            records_of(t)
+            for t in trials
+            if t.measured and t.config == config and t.load.mode == "trace" and t.load.trace == trace
+        ]
 
-    a, b = last(off), last(on)
-    if a is None or b is None:
+    offs, ons = replays(off), replays(on)
+    pairs = min(len(offs), len(ons))
+    if not pairs:
         return None, None
-    p50, p95 = (paired_speedup(records_of(a), records_of(b), "e2e_s", q).value for q in (0.5, 0.95))
-    return Ratio(p50, None), Ratio(p95, None)
+    p50, p95 = (replayed_speedup(offs[-pairs:], ons[-pairs:], "e2e_s", q) for q in (0.5, 0.95))
+    return Ratio(p50.value, p50.ci95), Ratio(p95.value, p95.ci95)
 
 
 def evidence_of(
@@ -186,6 +189,9 @@ def evidence_of(
     """
     rows = by_batch(trials, trace, finalist, ("confirm", "confirm"), objective, records_of)
     rows = rows or tuple(search_evidence.get(finalist, ()))
+    repeated = {len(runs) for runs in closed_trials(trials, trace, finalist, "confirm").values()}
+    if repeated and min(repeated) >= MIN_PAIRS:
+        drift = 1.0  # what the machine does by itself is in an interval over interleaved runs already
     p50, p95 = open_loop(trials, trace, finalist.off(), finalist, records_of)
     return Evidence(
         config=finalist,

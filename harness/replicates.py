@@ -7,15 +7,31 @@ here is therefore the run (or an interleaved pair of runs), and intervals are St
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+import pyarrow as pa
 from scipy import stats
 
-from harness.statistics import Estimate
+from harness.statistics import (
+    MIN_REQUESTS,
+    NOTHING_COMMON,
+    Estimate,
+    PairedSample,
+    column,
+    common_rows,
+    paired_speedup,
+    paired_throughput,
+    quantile_sample,
+    requests_needed,
+    throughput_sample,
+    too_few,
+)
 
 MIN_REPLAYS = 5
+MIN_PAIRS = 2
+RESAMPLES_OF_A_VARIANCE = 500
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
 
 
@@ -28,16 +44,108 @@ def replay_interval(values: Sequence[float]) -> Estimate:
     return Estimate(mean, (mean - half, mean + half))
 
 
-def paired_runs(off: Sequence[float], on: Sequence[float]) -> Estimate:
+def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: float = 0.0) -> Estimate:
     """Speed-up from interleaved pairs of runs: the geometric mean of off ÷ on of one statistic (E2E p50, ...) of each run.
+
+    Student's t over pairs: two pairs give an interval that only a large effect escapes, each further pair narrows it fast.
+    `shared_variance` is that part of the variance of the log ratio which all pairs have in common, so that their differences do
+    not show it (they sent the same requests); the degrees of freedom of the sum are Satterthwaite's (1946).
 
     Raises:
         ValueError: the runs are not in pairs.
     """
     logs = np.log(np.asarray(off, dtype=float)) - np.log(np.asarray(on, dtype=float))
-    found = replay_interval(list(logs))
-    ci95 = (math.exp(found.ci95[0]), math.exp(found.ci95[1])) if found.ci95 else None
-    return Estimate(math.exp(found.value), ci95, found.note)
+    value, pairs = float(np.mean(logs)), len(logs)
+    if pairs < MIN_PAIRS:
+        return Estimate(math.exp(value), None, f"1 pair of runs shows no run-to-run noise: it needs {MIN_PAIRS} or more")
+    between = float(np.var(logs, ddof=1)) / pairs
+    total = between + shared_variance
+    freedom = (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
+    half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(total)
+    return Estimate(math.exp(value), (math.exp(value - half), math.exp(value + half)))
+
+
+def speedup_of_runs(
+    off: Sequence[pa.Table], on: Sequence[pa.Table], metric: str = "e2e_s", quantile: float = 0.5, *, seed: int = 0
+) -> Estimate:
+    """`statistics.paired_speedup` from several runs of each side, `off[i]` and `on[i]` neighbours in time.
+
+    Estimand: the ratio that the workload would show over further starts of both servers. The pairs may all send the same requests
+    or each a part of its own. One pair gives the interval of these two runs alone.
+
+    Raises:
+        ValueError: the runs are not in pairs.
+    """
+    if len(off) == len(on) == 1:
+        return paired_speedup(off[0], on[0], metric, quantile, seed=seed)
+    what = f"the speed-up of p{quantile * 100:g}"
+    return _of_runs(
+        off, on, (metric,), lambda a, b: quantile_sample(a, b, metric, quantile), requests_needed(quantile), what, seed
+    )
+
+
+def throughput_of_runs(off: Sequence[pa.Table], on: Sequence[pa.Table], *, seed: int = 0) -> Estimate:
+    """`statistics.paired_throughput` from several runs of each side, as `speedup_of_runs`."""
+    if len(off) == len(on) == 1:
+        return paired_throughput(off[0], on[0], seed=seed)
+    columns = ("e2e_s", "output_tokens")
+    return _of_runs(off, on, columns, throughput_sample, MIN_REQUESTS, "a ratio of throughputs", seed)
+
+
+def replayed_speedup(off: Sequence[pa.Table], on: Sequence[pa.Table], metric: str = "e2e_s", quantile: float = 0.5) -> Estimate:
+    """Quantile of `metric`, off ÷ on, from pairs of replays of one trace; no interval under `MIN_REPLAYS` pairs.
+
+    Estimand: the ratio on *this trace*. Its requests share a queue, so nothing is drawn again: only replays tell.
+    """
+    pairs = _pair_by_pair(off, on, (metric,))
+    if not pairs:
+        return NOTHING_COMMON
+    offs, ons = ([float(np.quantile(column(table, metric), quantile)) for table in side] for side in zip(*pairs, strict=True))
+    found = paired_runs(offs, ons)
+    if len(pairs) < MIN_REPLAYS:
+        return Estimate(found.value, None, f"{len(pairs)} pairs of replays are too few in open loop: it needs {MIN_REPLAYS}")
+    return found
+
+
+def _of_runs(
+    off: Sequence[pa.Table],
+    on: Sequence[pa.Table],
+    columns: tuple[str, ...],
+    compare: Callable[[pa.Table, pa.Table], PairedSample],
+    needed: int,
+    what: str,
+    seed: int,
+) -> Estimate:
+    common = common_rows([*off, *on], *columns)
+    same = 2 * len(common[0]) >= min(len(table) for table in (*off, *on))
+    pairs = list(zip(common[: len(off)], common[len(off) :], strict=True)) if same else _pair_by_pair(off, on, columns)
+    if not pairs:
+        return NOTHING_COMMON
+    samples = [compare(a, b) for a, b in pairs]
+    size = samples[0].size if same else sum(sample.size for sample in samples)
+    found = paired_runs(
+        np.exp([s.log_ratio for s in samples]).tolist(), [1.0] * len(samples), _shared(samples, seed) if same else 0.0
+    )
+    note = too_few(size, needed, what, samples[0].groups)
+    return Estimate(found.value, None, note) if note else found
+
+
+def _pair_by_pair(off: Sequence[pa.Table], on: Sequence[pa.Table], columns: tuple[str, ...]) -> list[tuple[pa.Table, pa.Table]]:
+    found = [tuple(common_rows(pair, *columns)) for pair in zip(off, on, strict=True)]
+    return [(a, b) for a, b in found if len(a)]
+
+
+def _shared(samples: Sequence[PairedSample], seed: int) -> float:
+    """Variance of the mean log ratio that comes from which requests the workload gave, by the bootstrap over requests.
+
+    With V of one pair = shared + own, and V of the mean of R pairs = shared + own ÷ R, both are known from the two.
+    """
+    draws = np.array(
+        [sample.draws(seed, RESAMPLES_OF_A_VARIANCE) for sample in samples]
+    )  # [R, resamples]: the same requests in each row
+    one, mean, runs = float(draws.var(axis=1).mean()), float(draws.mean(axis=0).var()), len(samples)
+    own = (one - mean) * runs / (runs - 1) if runs > 1 else 0.0
+    return max(0.0, mean - own / runs)
 
 
 def noise_floor(log_ratios: Sequence[float]) -> float:

@@ -113,11 +113,11 @@ def search_cost(findings: Findings, store: RunStore, confirm_requests: int) -> d
 
 def _trial_speedup(findings: Findings, trial: Trial) -> dict[str, Any] | None:
     """A closed-loop trial against its own off of the same stage, on the same requests; None for off and for what has no off."""
-    off = findings.find(trial.config.off(), trial.load, "confirm" if trial.stage == "confirm" else "baseline")
+    off = findings.find(trial.config.off(), trial.load, trial.stage if trial.stage.startswith("confirm") else "baseline")
     if trial.config.variant == "off" or not trial.measured or trial.load.mode != "closed" or off is None:
         return None
     objective = findings.objectives[0]
-    return pair(off, trial, objective, findings.records_of).speedup.to_dict(objective)
+    return pair([off], [trial], objective, findings.records_of).speedup.to_dict(objective)
 
 
 def _group_decision(findings: Findings, trace: str, config: ServingConfig, judgement: Judgement) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import math
+from typing import Literal
 
 import pyarrow as pa
 import pytest
@@ -6,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.types import ServingConfig
-from harness.decide import BatchEvidence, Ratio
-from harness.evidence import batch_shares, best_k, log_ratio, score, weights_of
+from harness.decide import BatchEvidence, Evidence, Ratio
+from harness.evidence import batch_shares, best_k, evidence_of, log_ratio, score, weights_of
 from harness.store import Trial
 from harness.types import Load
 
@@ -81,3 +82,55 @@ def test_log_ratios_are_smaller_where_the_trial_is_better() -> None:
     assert log_ratio(fast, slow, "cost") == pytest.approx(-math.log(2))
     assert log_ratio(fast, slow, "tpot_p50") is None
     assert log_ratio(fast, slow, "goodput") is None
+
+
+OFF, ON = config(2).off(), config(2)
+
+
+def run(number: int, server: ServingConfig, stage: str, mode: Literal["closed", "trace"] = "closed") -> Trial:
+    metrics = {"tpot_s": {"p50": 0.1 if server.k else 0.2}}
+    load = Load(mode=mode, trace="t", concurrency=4 if mode == "closed" else None)
+    speculation = {"tau": 2.0, "tau_drafted": 2.0, "drafted_steps": 1, "verify_steps": 1}
+    return Trial(number, "COMPLETE", "confirm", server, load, str(number), stage, (), metrics=metrics, speculation=speculation)
+
+
+def evidence(trials: list[Trial], slow: dict[int, float]) -> Evidence:
+    """`slow`: trial number -> factor on all its times; with ON they are half of OFF's."""
+
+    def records_of(trial: Trial) -> pa.Table:
+        times = [slow[trial.number] * (1 + i / 100) * (1 if trial.config.k else 2) for i in range(100)]
+        return pa.table(
+            {"index": range(100), "status": ["completed"] * 100, "e2e_s": times, "output_tokens": [10] * 100,
+             "session": pa.array([None] * 100, pa.string())}
+        )  # fmt: skip
+
+    return evidence_of(ON, trials, "t", objective="e2e_p50", search_evidence={}, shares={}, drift=1.2, records_of=records_of)
+
+
+def test_interleaved_confirmations_are_compared_run_by_run() -> None:
+    order = [(OFF, "confirm1"), (ON, "confirm1"), (ON, "confirm2"), (OFF, "confirm2")]
+    trials = [run(i, server, stage) for i, (server, stage) in enumerate(order)]
+    found = evidence(trials, {0: 1.0, 1: 1.0, 2: 1.1, 3: 1.1})  # the machine slowed down for a whole round
+    assert found.by_batch[0].speedup.ci95 == pytest.approx((2.0, 2.0))
+    assert found.by_batch[0].throughput.value == pytest.approx(2.0)
+    assert found.drift == 1.0
+    noisy = evidence(trials, {0: 1.0, 1: 1.0, 2: 1.2, 3: 1.0})
+    assert noisy.by_batch[0].speedup.ci95 is not None
+    assert noisy.by_batch[0].speedup.ci95[0] < 1 < noisy.by_batch[0].speedup.value  # two pairs that disagree decide nothing
+
+
+def test_one_confirmation_keeps_the_drift_beside_it() -> None:
+    found = evidence([run(0, OFF, "confirm"), run(1, ON, "confirm")], {0: 1.0, 1: 1.0})
+    assert (found.drift, found.by_batch[0].speedup.value) == (1.2, pytest.approx(2.0))
+
+
+def test_five_replays_of_each_side_give_an_interval_at_the_trace_s_own_load() -> None:
+    trials = [run(i, OFF if i % 2 else ON, "confirm", "trace") for i in range(10)]
+    slow = {i: 1 + i / 100 for i in range(10)}
+    few = evidence(trials[:8], slow).open_e2e_p50
+    assert few is not None
+    assert few.ci95 is None
+    enough = evidence(trials, slow).open_e2e_p50
+    assert enough is not None
+    assert enough.value == pytest.approx(2.02, abs=0.01)
+    assert enough.better
