@@ -8,6 +8,7 @@ from typing import Any
 
 from backends.registry import ADAPTERS
 from backends.types import ServingConfig
+from harness.breakdown import breakdown
 from harness.decide import Judgement, judge
 from harness.depth import depth, overhead_of
 from harness.environment import environment
@@ -36,6 +37,7 @@ def build_result(
         "preflight": [],
         "losslessness": [],
         "diagnosis": [],
+        "acceptance": acceptance(findings, traces, finalists),
         "interference": None,
         "capacity": None,
         "selftest": None,
@@ -71,6 +73,20 @@ def decision(findings: Findings, workload: Trace, finalists: Finalists) -> Decis
         by_engine=by_engine,
         depth=depth(findings, workload, evidence[config], judgement),
     )
+
+
+def acceptance(findings: Findings, traces: Mapping[str, Trace], finalists: Finalists) -> list[dict[str, Any]]:
+    """Acceptance of each finalist by category, context and time, at the load of its confirmation with the most requests."""
+    found = []
+    for name in traces:
+        for config in finalists.values():
+            mine = [t for t in findings.trials if t.measured and t.config == config and t.load.trace == name]
+            if not mine:
+                continue
+            trial = max(mine, key=lambda t: (t.stage == "confirm", t.load.mode == "trace", len(t.requests)))
+            parts = breakdown(findings.records_of(trial), (trial.speculation or {}).get("tau"), config.k)
+            found.append({"trace": name, "config": config.to_dict(), "load": trial.load.to_dict(), **parts.to_dict()})
+    return found
 
 
 def recommended(config: ServingConfig, judgement: Judgement) -> ServingConfig:

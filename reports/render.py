@@ -77,6 +77,7 @@ def _environment() -> Environment:
         "num": text.number,
         "factor": text.factor,
         "percent": text.percent,
+        "tau": text.tau,
         "seconds": text.seconds,
         "interval": text.interval,
         "words": text.words,

@@ -72,6 +72,11 @@ def _charts(build: Callable[[RunData], list[Any]]) -> Builder:
     return section
 
 
+def _acceptance(run: RunData) -> Mapping[str, Any] | None:
+    found, parts = charts.acceptance(run), run.result.get("acceptance") or []
+    return {"charts": found, "parts": parts} if found or parts else None
+
+
 def _workload(run: RunData) -> Mapping[str, Any]:
     return {"workloads": run.result["workloads"], "grades": GRADES}
 
@@ -109,7 +114,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("maps", "Speed-up by batch size and K", _maps),
     Section("schedule", "K by batch size", _schedule),
     Section("trials", "All trials", _trials),
-    Section("acceptance", "Acceptance", _charts(charts.acceptance)),
+    Section("acceptance", "Acceptance", _acceptance),
     Section("latency", "Latency distributions", _charts(charts.latencies)),
     Section("pareto", "Latency against throughput", _charts(charts.pareto)),
     Section("capacity", "Capacity and cost", _if_present("capacity")),

@@ -101,6 +101,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
         "preflight": sections.preflight() if spec.extras else [],
         "losslessness": sections.losslessness(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "diagnosis": sections.diagnosis(spec.traces[0], _first_config(spec)) if spec.extras else [],
+        "acceptance": sections.acceptance(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "interference": None,
         "capacity": None,
         "selftest": None,

@@ -140,3 +140,15 @@ def depth() -> dict[str, Any]:
             },
         ],
     }
+
+
+def acceptance(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def group(name: str, tau: float) -> dict[str, Any]:
+        counts = {"requests": 20, "steps": 400, "tokens": int(400 * tau), "first_accepted": 200}
+        return {"group": name, **counts, "tau": tau, "tau_ci95": None, "first_position_rate": 0.5}
+
+    load = {"mode": "trace", "trace": trace, "concurrency": None, "time_scale": 1.0}
+    groups = {"by_category": [group("chat", 1.2), group(HOSTILE, 2.5)], "by_context": [group("0 to 511 tokens", 1.9)]}
+    whole = {"trace": trace, "config": config, "load": load, **groups, "by_time": [group("1 of 4", 1.9)] * 2, "missing": None}
+    none = {"by_category": [], "by_context": [], "by_time": [], "missing": "the server merges steps into chunks"}
+    return [whole, {"trace": trace, "config": config, "load": load, **none}]

@@ -244,3 +244,11 @@ def test_what_stands_behind_the_verdict_is_shown_with_its_prediction_marked(rend
     assert "4.2 s and –" in text
     assert "load +50 % batch size about 24.0 0.94× 0.900 to 0.990 off changes" in text
     assert section.count('predicted"') == 2 * 2
+
+
+def test_acceptance_by_group_is_shown_or_said_to_be_missing(rendered: dict[str, Path]) -> None:
+    page = page_of(rendered["plain"])
+    assert "By category chat 20 400 1.20 50.0 %" in page.text
+    assert "By context at the step" not in page.text  # one group only: nothing to compare
+    assert "Over the time of the load 1 of 4 20 400 1.90 50.0 %" in page.text
+    assert "not available: the server merges steps into chunks." in page.text
