@@ -92,6 +92,7 @@ def check_draft_vocabulary(target: Checkpoint, draft: Checkpoint, outputs: Colle
                 "expect this ceiling"
                 if coverage >= LOW_COVERAGE
                 else "use a head whose vocabulary was chosen on text like this",
+                value=coverage,
             )
 
 

@@ -17,6 +17,7 @@ class Finding:
     evidence: str
     consequence: str
     action: str
+    value: float | None = None  # the figure behind the evidence, where it has one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from backends.counters import parse_metrics
 from backends.http_client import Reply, call
-from backends.types import Endpoint
+from backends.types import Endpoint, SpecCounters
 from harness.client import ReplayOptions, call_of
 from workloads.types import Request
 
@@ -93,7 +94,13 @@ def _gaps(logprobs: Mapping[str, Any] | None) -> tuple[float, ...]:
 
 
 def ask_all(
-    endpoint: Endpoint, requests: Sequence[Request], *, at_once: int, gaps: bool = False, seed: int | None = None
+    endpoint: Endpoint,
+    requests: Sequence[Request],
+    *,
+    at_once: int,
+    gaps: bool = False,
+    max_tokens: int = MAX_TOKENS,
+    seed: int | None = None,
 ) -> dict[int, Output]:
     """Answers by index of the request, `at_once` of them at a time: that is what shapes the engine's batches.
 
@@ -101,5 +108,13 @@ def ask_all(
         NoAnswer: any of them was not answered.
     """
     with ThreadPoolExecutor(at_once) as pool:
-        found = pool.map(lambda request: ask(endpoint, request, gaps=gaps, seed=seed), requests)
+        found = pool.map(lambda request: ask(endpoint, request, gaps=gaps, max_tokens=max_tokens, seed=seed), requests)
         return {request.index: output for request, output in zip(requests, found, strict=True)}
+
+
+def counters(endpoint: Endpoint) -> SpecCounters | None:
+    """What the server has counted so far; None where it publishes nothing that can be read."""
+    page = call(f"{endpoint.base_url}/metrics", api_key_env=endpoint.api_key_env)
+    if page is None or page.status != 200 or endpoint.backend == "unknown":
+        return None
+    return parse_metrics(endpoint.backend, page.body)[0]

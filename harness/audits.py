@@ -23,7 +23,7 @@ AT_ONCE, CONTROL_AT_ONCE = 4, 1
 Answers = Mapping[int, Output]
 
 
-class Findings:
+class Kept:
     """A list of entries in the run directory, each found again by a key that is not shown."""
 
     def __init__(self, store: RunStore, name: str) -> None:
@@ -49,7 +49,7 @@ class LosslessnessAudit:
         """`requests` by trace: those of the confirmation."""
         self._lab, self._seed = lab, seed
         self._requests = {name: few[:REQUESTS] for name, few in requests.items()}
-        self._found = Findings(store, "losslessness")
+        self._found = Kept(store, "losslessness")
         self._greedy: dict[tuple[str, str], Answers] = {}
         self._sampled: dict[tuple[str, str], Answers] = {}
         self._keys: list[str] = []
@@ -59,7 +59,7 @@ class LosslessnessAudit:
         if config.backend == "simulated":  # it has no text to look at
             return
         for name in self._requests:
-            key = _key(name, config)
+            key = key_of(name, config)
             self._keys.append(key)
             if key not in self._found:
                 self._guard(key, name, config, partial(self._answer, "on", name))
@@ -67,7 +67,7 @@ class LosslessnessAudit:
     def off(self, config: ServingConfig) -> None:
         """Compare `config` with its off, whose server runs now."""
         for name, few in self._requests.items():
-            key = _key(name, config)
+            key = key_of(name, config)
             if key in self._found or ("on", name) not in self._greedy:
                 continue
 
@@ -90,7 +90,7 @@ class LosslessnessAudit:
     def _answer(self, side: str, name: str, endpoint: Endpoint) -> None:
         few = self._requests[name]
         self._greedy[side, name] = ask_all(endpoint, few, at_once=AT_ONCE, gaps=side == "off")
-        sampling = [r for r in few if (r.sampling.get("temperature") or 0) > 0]
+        sampling = [r for r in few if r.sampling.get("temperature") != 0]
         if sampling:
             self._sampled[side, name] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=self._seed)
 
@@ -103,5 +103,5 @@ class LosslessnessAudit:
             self._lab.progress.note(f"  losslessness of {config.label()} was not looked at: {problem}")
 
 
-def _key(trace: str, config: ServingConfig) -> str:
+def key_of(trace: str, config: ServingConfig) -> str:
     return json.dumps([trace, config.to_dict()], sort_keys=True, default=str)

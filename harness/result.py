@@ -14,6 +14,7 @@ from harness.depth import depth, overhead_of
 from harness.environment import environment
 from harness.evidence import pair
 from harness.findings import Finalists, Findings
+from harness.provision import capacity
 from harness.space import group_label
 from harness.store import RunStore, Trial
 from harness.types import Decision
@@ -39,7 +40,7 @@ def build_result(
         "diagnosis": [],
         "acceptance": acceptance(findings, traces, finalists),
         "interference": None,
-        "capacity": None,
+        "capacity": capacity(findings, traces, finalists),
         "selftest": None,
         "search_cost": search_cost(findings, store, confirm_requests),
     }

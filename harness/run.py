@@ -12,6 +12,7 @@ from backends.findings import Finding
 from harness.audits import LosslessnessAudit
 from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.lab import Lab
+from harness.probes import AcceptanceProbes
 from harness.progress import RunProgress
 from harness.quality import measure_quality
 from harness.result import build_result
@@ -57,11 +58,13 @@ class Run:
         self.parts = parts
         requests = {name: [trace.requests()[i] for i in parts[name].confirm] for name, trace in traces.items()}
         self.losslessness = LosslessnessAudit(self.lab, store, requests, settings.seed)
+        self.probes = AcceptanceProbes(self.lab, store, requests, self.findings.trials)
         self.began = time.monotonic()
 
     def execute(self, preflight: Sequence[Finding] = (), command: str = "") -> dict[str, Any]:
         """Run all stages, write `result.json` and return it. `preflight` and the `command` line are shown in it."""
         self.store.write_config(self.settings.to_dict())
+        self.probes.preflight = preflight
         self.progress.expect(self._loads())
         with self.lab:
             self._refuse_infeasible()
@@ -73,6 +76,7 @@ class Run:
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
         result["losslessness"] = self.losslessness.result()
+        result["diagnosis"] = self.probes.result()
         result["preflight"] = [finding.to_dict() for finding in preflight]
         result["reproduce"] = {"command": command, "seed": self.settings.seed}
         validate(result)
@@ -150,6 +154,7 @@ class Run:
                     if server is config and self._has_arrivals(name):
                         self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
                 if server is config:
+                    self.probes.on(config)
                     self.losslessness.on(config)
             self.losslessness.off(config)
             for name, parts in self.parts.items():  # off last, on the very requests it was first measured on: the drift

@@ -9,10 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from backends.counters import parse_metrics
-from backends.http_client import call
 from backends.types import Endpoint, ServingConfig, SpecCounters
-from harness.answers import LOOPING_SHARE, MAX_TOKENS, NEAR_TIE_NATS, NoAnswer, Output, ask
+from harness.answers import LOOPING_SHARE, MAX_TOKENS, NEAR_TIE_NATS, NoAnswer, Output, ask, counters
 from workloads.types import Request
 
 _ECHO = "one two three four five six seven eight nine ten. " * 4  # every drafter finds something to draft here
@@ -49,7 +47,7 @@ def smoke_test(
     outputs: dict[int, Output] = {}
     warnings: list[str] = []
     try:
-        before = _counters(endpoint)
+        before = counters(endpoint)
         for request in requests:
             outputs[request.index] = output = ask(endpoint, request, gaps=config.variant == "off")
             off = baseline.get(request.index) if baseline else None
@@ -99,7 +97,7 @@ def _judge_drafting(endpoint: Endpoint, config: ServingConfig, before: SpecCount
     """Speculation that was asked for and silently is not there is the commonest way to measure nothing."""
     probe = Request(index=-1, arrival_s=None, prompt=_ECHO, max_tokens=MAX_TOKENS)
     ask(endpoint, probe, gaps=False)
-    after = _counters(endpoint)
+    after = counters(endpoint)
     if before is None or after is None:
         return ["the server publishes no counters: whether it drafts cannot be seen"]
     try:
@@ -113,13 +111,6 @@ def _judge_drafting(endpoint: Endpoint, config: ServingConfig, before: SpecCount
     if increase.draft_tokens and not increase.accepted_tokens:
         return [f"none of {increase.draft_tokens} draft tokens was accepted"]
     return []
-
-
-def _counters(endpoint: Endpoint) -> SpecCounters | None:
-    page = call(f"{endpoint.base_url}/metrics", api_key_env=endpoint.api_key_env)
-    if page is None or page.status != 200 or endpoint.backend == "unknown":
-        return None
-    return parse_metrics(endpoint.backend, page.body)[0]
 
 
 def _length(request: Request) -> int:

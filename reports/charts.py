@@ -136,6 +136,12 @@ def _point(trial: Mapping[str, Any]) -> Point:
     )
 
 
+def replicas(entry: Mapping[str, Any], number: int) -> Chart | None:
+    """Replicas over time scale with off and on; None without arrivals or where nothing passes."""
+    rows = {s["side"]: s["fleet"] for s in entry["sides"] if s["fleet"] and s["passing_rps"]}
+    return figures.replicas(chart_id("replicas", number), rows, where=entry["trace"]) if rows else None
+
+
 def cost(run: RunData) -> Chart | None:
     """Time by stage; None where nothing was spent."""
     spent = {name: stage_seconds(value) for name, value in run.result["search_cost"]["stages"].items()}

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from reports.svg import BAD, INK, MUTED, SERIES, SIZE_IN, SURFACE, draw
-from reports.text import DASH, ms, number, tau
+from reports.text import DASH, ms, number, percent, tau
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 MAX_CURVE_POINTS = 200
@@ -269,3 +269,63 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
     rows: list[tuple[Any, ...]] = [(stage, "measured", spent) for stage, spent in stages.items()]
     rows += [("full grid", "estimated", grid_s)] if grid_s else []
     return _chart(chart_id, "Time by stage", spoken, plot, (("stage", "kind", "seconds"), rows), height_in=1.9)
+
+
+def replicas(chart_id: str, sides: Mapping[str, Sequence[Mapping[str, Any]]], *, where: str) -> Chart:
+    """Replicas for the trace's busiest minute over time scale; `sides` holds the fleet of off and of on."""
+
+    def plot(ax: Any) -> None:
+        scales: list[float] = []
+        for side, fleet in sides.items():
+            scales = [row["time_scale"] for row in fleet]
+            style: dict[str, Any] = {"color": MUTED, "marker": "s", "linestyle": (0, (5, 2))}
+            if side == "on":
+                style = {"color": SERIES[0], "marker": "o"}
+            ax.plot(scales, [row["replicas_peak"] for row in fleet], label=side, **style)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(scales, [f"{scale:g}" for scale in scales])
+        ax.minorticks_off()
+        ax.set_ylim(bottom=0)
+        ax.yaxis.get_major_locator().set_params(integer=True)
+        ax.set_xlabel("time × (0.5: twice the load)")
+        ax.set_ylabel("replicas")
+        ax.legend(loc="best")
+
+    spoken = f"Replicas for the busiest minute over time scale, {where}. " + " ".join(
+        f"{side}: " + ", ".join(f"{row['replicas_peak']} at {row['time_scale']:g}" for row in fleet) + "."
+        for side, fleet in sides.items()
+    )
+    columns = (
+        "side",
+        "time_scale",
+        "p95_minute_rps",
+        "peak_minute_rps",
+        "replicas_p95",
+        "replicas_peak",
+        "headroom",
+        "usd_per_hour",
+    )
+    rows = [(side, *(row[name] for name in columns[1:])) for side, fleet in sides.items() for row in fleet]
+    return _chart(
+        chart_id,
+        "Replicas for the busiest minute",
+        spoken,
+        plot,
+        (columns, rows),
+        where=where,
+        table=Table(("Replicas, time ×", "p95 minute", "busiest minute", "headroom", "USD/h"), _fleet_rows(sides)),
+    )
+
+
+def _fleet_rows(sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(
+        (
+            f"{side}, {row['time_scale']:g}",
+            number(row["replicas_p95"]),
+            number(row["replicas_peak"]),
+            percent(row["headroom"]),
+            number(row["usd_per_hour"]),
+        )
+        for side, fleet in sides.items()
+        for row in fleet
+    )

@@ -91,7 +91,12 @@ def _environment() -> Environment:
         "heat": heat_class,
         "log2": math.log2,
     }
-    environment.globals |= {"value_text": text.value_text, "DASH": text.DASH, "variant_names": text.VARIANT_NAMES}
+    environment.globals |= {
+        "value_text": text.value_text,
+        "percent": text.percent,
+        "DASH": text.DASH,
+        "variant_names": text.VARIANT_NAMES,
+    }
     environment.tests |= {
         "config_like": lambda value: isinstance(value, Mapping) and {"backend", "variant", "k"} <= value.keys()
     }

@@ -87,6 +87,13 @@ def _environment(run: RunData) -> Mapping[str, Any]:
     return {"environment": run.result["environment"], "engines": engines}
 
 
+def _capacity(run: RunData) -> Mapping[str, Any] | None:
+    entries = [
+        {"value": entry, "chart": charts.replicas(entry, number)} for number, entry in enumerate(run.result["capacity"] or [])
+    ]
+    return {"entries": entries} if entries else None
+
+
 def _cost(run: RunData) -> Mapping[str, Any]:
     has_gpu = bool(run.result["environment"]["gpu"])
     return {"cost": run.result["search_cost"], "chart": charts.cost(run), "has_gpu": has_gpu}
@@ -117,7 +124,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("acceptance", "Acceptance", _acceptance),
     Section("latency", "Latency distributions", _charts(charts.latencies)),
     Section("pareto", "Latency against throughput", _charts(charts.pareto)),
-    Section("capacity", "Capacity and cost", _if_present("capacity")),
+    Section("capacity", "Capacity and cost", _capacity),
     Section("workload", "Workload", _workload),
     Section("losslessness", "Losslessness", _if_present("losslessness")),
     Section("diagnosis", "Diagnosis of low acceptance", _if_present("diagnosis")),

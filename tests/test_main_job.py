@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harness.result_schema import validate
+from tests.checkpoints import write_llama
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = (
@@ -68,6 +69,21 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
     again = subprocess.run(command(trace, tiny_model, out), check=True, timeout=120, capture_output=True, text=True)
     assert trials(out) == before
     assert "1/" not in again.stderr
+
+
+@pytest.mark.slow
+def test_a_draft_that_does_not_know_its_target_is_diagnosed(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
+    draft, out = write_llama(tmp_path / "draft", seed=7), tmp_path / "run"
+    options = ["--variants", "off,draft_model", "--draft", f"draft_model={draft}"]
+    subprocess.run([*command(trace, tiny_model, out), *options], check=True, timeout=300)
+    result = json.loads((out / "result.json").read_text())
+    (found,) = result["diagnosis"]
+    assert found["first_position_acceptance"] < 0.3
+    assert found["causes"][0]["cause"] == "draft trained for another target"
+    assert found["causes"][0]["certainty"] == "likely"
+    (audit,) = result["losslessness"]
+    assert audit["verdict"] in ("identical", "within_control")
+    assert "draft trained for another target" in (out / "report.html").read_text()
 
 
 def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path, trace: Path, tiny_model: Path) -> None:

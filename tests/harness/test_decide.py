@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.types import ServingConfig
@@ -135,6 +135,7 @@ def test_a_win_well_above_the_drift_stands_and_so_does_a_loss() -> None:
     assert judge(replace(world(at(4, 0.7, 0.8)), drift=1.04)).verdict == "skip"
 
 
+@settings(deadline=None)
 @given(st.floats(0.5, 2.0), st.floats(0.0, 0.3), st.floats(1.0, 1.2), st.floats(1.0, 1.2))
 def test_more_drift_never_makes_a_verdict_surer(middle: float, half: float, drift: float, more: float) -> None:
     row = at(4, middle * (1 - half), middle * (1 + half))

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.decide import BatchEvidence, Ratio
@@ -89,6 +89,7 @@ def test_tau_follows_from_conditional_acceptance() -> None:
     assert tau_with((0.3, 0.15), 0.5, 0.1) == pytest.approx(1 + 0.5 * 0.7 + 0.5 * 0.7 * 0.6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.floats(0.05, 1.0))
 def test_tau_unshifted_is_one_plus_the_rates_and_never_beyond_its_bounds(conditionals: list[float], share: float) -> None:
     rates, reached = [], share

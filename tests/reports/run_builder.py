@@ -103,7 +103,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
         "diagnosis": sections.diagnosis(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "acceptance": sections.acceptance(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "interference": None,
-        "capacity": None,
+        "capacity": sections.capacity(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "selftest": None,
         "search_cost": {
             "measured_s": sum(t["cost"]["seconds"] for t in trials),

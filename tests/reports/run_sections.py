@@ -71,33 +71,41 @@ def losslessness(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
             "trace": trace,
             "config": config,
             "verdict": "within_control",
+            "reason": "2 of 40 answers differ from off's, 3 of 40 in the control: no more than another batch shape does (p = 0.69)",
             "requests": 40,
             "exact_match_share": 0.95,
             "exact_match_ci95": [0.84, 0.99],
-            "control_exact_match_share": 0.93,
+            "control": "off at 1 at a time against off at 4 at a time",
+            "control_exact_match_share": 0.925,
+            "control_exact_match_ci95": [0.8, 0.97],
             "first_divergence_token_p50": 23,
+            "divergence_tokens": [16, 30],
             "near_tie_divergences": 2,
+            "gaps_known": True,
+            "degenerate": {"empty": 0, "looping": 0, "not text": 0},
+            "sampled": {
+                "requests": 12,
+                "token_frequency_p": 0.41,
+                "length_p": 0.7,
+                "mean_tokens_on": 30.1,
+                "mean_tokens_off": 29.8,
+            },
             "examples": [{"text": SECRET, "output_text": SECRET}],
         }
     ]
 
 
 def diagnosis(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
+    causes = [
         {
-            "trace": trace,
-            "config": config,
-            "first_position_acceptance": 0.41,
-            "causes": [
-                {
-                    "cause": "workload mismatch",
-                    "evidence": "probe text accepts 0.71, the trace 0.41",
-                    "next": "try suffix decoding",
-                },
-                {"cause": "unknown", "evidence": "temperature does not separate the rest", "next": "rerun with --limit 200"},
-            ],
-        }
+            "cause": "workload mismatch",
+            "certainty": "likely",
+            "evidence": f"ordinary text is accepted at 0.71, the trace's prompts at 0.41 {HOSTILE}",
+            "next": "train a head on this workload, or try n-gram or suffix drafting",
+        },
+        {"cause": "long context", "certainty": "possible", "evidence": "not separated", "next": "measure longer prompts"},
     ]
+    return [{"trace": trace, "config": config, "first_position_acceptance": 0.41, "causes": causes}]
 
 
 def depth() -> dict[str, Any]:
@@ -152,3 +160,28 @@ def acceptance(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     whole = {"trace": trace, "config": config, "load": load, **groups, "by_time": [group("1 of 4", 1.9)] * 2, "missing": None}
     none = {"by_category": [], "by_context": [], "by_time": [], "missing": "the server merges steps into chunks"}
     return [whole, {"trace": trace, "config": config, "load": load, **none}]
+
+
+def capacity(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def side(name: str, rps: float, replicas: int) -> dict[str, Any]:
+        row = {"p95_minute_rps": 2.2, "peak_minute_rps": 2.6, "replicas_p95": replicas, "replicas_peak": replicas}
+        fleet = [{"time_scale": s, **row, "headroom": 0.25, "usd_per_hour": 2.5 * replicas} for s in (0.5, 1.0, 2.0)]
+        return {
+            "side": name,
+            "config": config if name == "on" else {**config, "variant": "off", "k": 0, "draft": None},
+            "passing_rps": rps,
+            "passing_concurrency": 4,
+            "passing_tokens_per_s": rps * 50,
+            "failing_rps": rps * 1.2,
+            "failing_concurrency": 16,
+            "limited_by": "tpot_p95",
+            "between_rps": rps * 1.1,
+            "saturated": False,
+            "usd_per_million_output_tokens": 2.5 / 3600 / (rps * 50) * 1e6,
+            "own_load": {"requests_per_s": 1.9, "meets_slo": name == "on", "broken": [] if name == "on" else ["tpot_p95"]},
+            "fleet": fleet,
+        }
+
+    asked = {"mean_rps": 1.95, "p95_minute_rps": 2.2, "peak_minute_rps": 2.6, "minutes": 10.0}
+    sides = [side("off", 1.5, 2), side("on", 3.0, 1)]
+    return [{"trace": trace, "slo": {"tpot_p95": 0.04}, "gpu_hourly_usd": 2.5, "demand": asked, "sides": sides}]

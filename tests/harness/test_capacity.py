@@ -1,0 +1,99 @@
+"""Capacity: every number here can be worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.capacity import Point, ceiling, demand, fleet, is_saturated, usd_per_million_tokens
+
+SLO = {"tpot_p95": 0.040, "ttft_p95": 0.5}
+
+
+def point(concurrency: int, rps: float, tpot: float, ttft: float = 0.1) -> Point:
+    return Point(concurrency, rps, rps * 50, {"tpot_p95": tpot, "ttft_p95": ttft})
+
+
+def test_the_ceiling_lies_between_what_passed_and_what_failed() -> None:
+    found = ceiling([point(1, 1.0, 0.020), point(16, 4.0, 0.060), point(4, 3.0, 0.030)], SLO)
+    assert (found.passing_rps, found.passing_concurrency, found.passing_tokens_per_s) == (3.0, 4, 150.0)
+    assert (found.failing_rps, found.failing_concurrency, found.limited_by) == (4.0, 16, "tpot_p95")
+    assert found.between_rps == pytest.approx(3.0 + 1 / 3)  # 40 ms is a third of the way from 30 to 60
+
+
+def test_a_loop_above_a_failing_one_does_not_count_even_if_it_passes_by_chance() -> None:
+    found = ceiling([point(1, 1.0, 0.02), point(4, 3.0, 0.05), point(16, 4.0, 0.03)], SLO)
+    assert found.passing_rps == 1.0
+
+
+def test_where_all_pass_the_ceiling_is_at_least_the_highest_and_where_none_does_there_is_none() -> None:
+    open_ended = ceiling([point(1, 1.0, 0.02), point(4, 3.0, 0.03)], SLO)
+    assert (open_ended.passing_rps, open_ended.failing_rps, open_ended.between_rps) == (3.0, None, None)
+    nothing = ceiling([point(1, 1.0, 0.05), point(4, 3.0, 0.06)], SLO)
+    assert (nothing.passing_rps, nothing.failing_rps, nothing.between_rps) == (None, 1.0, None)
+
+
+def test_a_latency_that_is_not_known_meets_no_limit() -> None:
+    assert Point(1, 1.0, 50.0, {"tpot_p95": None, "ttft_p95": 0.1}).broken(SLO) == ["tpot_p95"]
+
+
+def test_without_limits_the_highest_measured_rate_is_the_ceiling() -> None:
+    assert ceiling([point(1, 1.0, 9.0), point(4, 3.0, 9.0), point(16, 2.9, 9.0)], {}).passing_rps == 3.0
+    assert is_saturated([point(1, 1.0, 0.1), point(4, 3.0, 0.1), point(16, 3.1, 0.1)])
+    assert not is_saturated([point(1, 1.0, 0.1), point(4, 3.0, 0.1)])
+
+
+def test_demand_finds_the_busiest_minute_wherever_it_begins() -> None:
+    # one a second for ten minutes, and 60 more between 90 s and 150 s: that minute has 120
+    steady, burst = np.arange(0, 600.0), np.arange(90, 150.0)
+    found = demand(np.concatenate([steady, burst]))
+    assert found is not None
+    assert found.peak_minute_rps == 2.0
+    assert found.mean_rps == pytest.approx(659 / 599)
+    assert 1.0 <= found.p95_minute_rps <= 2.0
+    double = found.at(0.5)
+    assert (double.peak_minute_rps, double.minutes) == (4.0, found.minutes / 2)
+
+
+def test_a_trace_under_a_minute_has_one_rate_and_one_without_a_span_none() -> None:
+    found = demand(np.array([0.0, 10.0, 20.0, np.nan]))
+    assert found is not None
+    assert found.mean_rps == found.p95_minute_rps == found.peak_minute_rps == pytest.approx(0.1)
+    assert demand(np.array([1.0, 1.0])) is None
+    assert demand(np.array([])) is None
+
+
+def test_replicas_headroom_and_price() -> None:
+    needed = demand(np.arange(0, 600.0))  # one a second
+    assert needed is not None
+    rows = {row.time_scale: row for row in fleet(needed, 0.4, usd_per_replica_hour=2.5)}
+    assert rows[1.0].replicas_peak == 3  # 1 / 0.4 = 2.5
+    assert rows[1.0].headroom == pytest.approx(1 - 1 / 1.2)
+    assert rows[1.0].usd_per_hour == 7.5
+    assert (rows[0.5].replicas_peak, rows[4.0].replicas_peak) == (5, 1)
+    assert {row.replicas_peak for row in fleet(needed, None, usd_per_replica_hour=1.0)} == {None}
+
+
+def test_a_million_tokens_at_a_thousand_a_second_take_a_thousand_seconds() -> None:
+    assert usd_per_million_tokens(1000.0, 3.6) == pytest.approx(1.0)
+    assert usd_per_million_tokens(None, 3.6) is None
+    assert usd_per_million_tokens(1000.0, None) is None
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 3600), min_size=2, max_size=200),
+    st.floats(0.01, 100),
+)
+def test_a_fleet_always_carries_its_busiest_minute_and_one_replica_fewer_would_not(arrivals: list[int], rps: float) -> None:
+    needed = demand(np.asarray(arrivals, dtype=float))
+    if needed is None or not math.isfinite(needed.peak_minute_rps):
+        return
+    for row in fleet(needed, rps, usd_per_replica_hour=None):
+        assert row.replicas_peak is not None
+        assert row.replicas_p95 is not None
+        assert row.replicas_peak * rps >= row.peak_minute_rps * (1 - 1e-6)
+        assert (row.replicas_peak - 1) * rps < row.peak_minute_rps
+        assert row.replicas_p95 <= row.replicas_peak
