@@ -222,24 +222,33 @@ def tune(
 @app.command()
 def report(
     directories: Annotated[list[Path] | None, typer.Argument(help="Run directories that finished.")] = None,
+    out: Annotated[Path, typer.Option(help="With several directories: the page that shows them side by side.")] = Path(
+        "runs-side-by-side.html"
+    ),
     history: Annotated[
         Path | None, typer.Option(help="Folder of gates: draw every gate.json below it as one trend page, history.html.")
     ] = None,
 ) -> None:
-    """Write report.html and report.md again from finished run directories, or a trend page over stored gates."""
+    """Write report.html and report.md again from finished run directories (of several also one page side by side), or a trend
+    page over stored gates."""
     from harness.result_schema import ResultError
-    from reports import ReportError, render, render_history
+    from reports import ReportError, render, render_history, render_together
 
-    if not directories and not history:
+    folders = directories or []
+    if not folders and not history:
         raise click.UsageError("name run directories, or --history FOLDER")
     try:
-        render(directories or [])
+        render(folders)
+        if len(folders) > 1:
+            render_together(folders, out)
         if history:
             typer.echo(f"history: {render_history(history)}")
     except (ReportError, ResultError) as error:
         raise ConfigError(str(error)) from None
-    for directory in directories or []:
-        typer.echo(f"report: {directory / 'report.html'}")
+    for folder in folders:
+        typer.echo(f"report: {folder / 'report.html'}")
+    if len(folders) > 1:
+        typer.echo(f"side by side: {out}")
 
 
 @app.command()

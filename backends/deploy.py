@@ -1,8 +1,9 @@
 """A `Launch` as text to paste into a deployment: a shell, a Dockerfile, or a container of a Kubernetes pod.
 
 The server that was measured listened on 127.0.0.1; in a container it must listen on every address of the container's own
-network, so the two container forms say ``0.0.0.0``, and the container alone decides who reaches it. Files of the launch go to
-`FOLDER`.
+network, so the two container forms say ``0.0.0.0``, and the container alone decides who reaches it. Paths of the machine that
+measured mean nothing there: a program loses its folder, an interpreter is ``python3``, and PYTHONPATH is left out. Files of the
+launch go to `FOLDER`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -40,7 +42,7 @@ def as_shell(launch: Launch) -> str:
 def as_dockerfile(launch: Launch, image: str = IMAGE) -> str:
     """A Dockerfile on top of the engine's `image`. Files are written with heredocs, which BuildKit understands."""
     lines = ["# syntax=docker/dockerfile:1", f"FROM {image}"]
-    lines += [f"ENV {name}={json.dumps(value.replace(PLACEHOLDER, FOLDER))}" for name, value in launch.env.items()]
+    lines += [f"ENV {name}={json.dumps(value)}" for name, value in _container_env(launch).items()]
     for name, content in launch.files.items():
         mark = _heredoc_mark(content)
         lines += [f'COPY <<"{mark}" {FOLDER}/{name}', content.rstrip("\n"), mark]
@@ -61,8 +63,8 @@ def as_kubernetes(launch: Launch, image: str = IMAGE, name: str = "llm-server") 
             "failureThreshold": int(launch.ready_timeout_s // 5),
         },
     }
-    if launch.env:
-        container["env"] = [{"name": key, "value": value.replace(PLACEHOLDER, FOLDER)} for key, value in launch.env.items()]
+    if env := _container_env(launch):
+        container["env"] = [{"name": key, "value": value} for key, value in env.items()]
     if not launch.files:
         return _yaml({"containers": [container]})
     container["volumeMounts"] = [{"name": f"{name}-files", "mountPath": FOLDER, "readOnly": True}]
@@ -77,8 +79,16 @@ def as_kubernetes(launch: Launch, image: str = IMAGE, name: str = "llm-server") 
 
 
 def _container_argv(launch: Launch) -> list[str]:
-    argv = [part.replace(PLACEHOLDER, FOLDER) for part in launch.argv]
+    program, *rest = (part.replace(PLACEHOLDER, FOLDER) for part in launch.argv)
+    if "/" in program:
+        program = PurePosixPath(program).name
+        program = "python3" if program.startswith("python") else program
+    argv = [program, *rest]
     return ["0.0.0.0" if before == "--host" else part for before, part in zip(["", *argv], argv, strict=False)]
+
+
+def _container_env(launch: Launch) -> dict[str, str]:
+    return {name: value.replace(PLACEHOLDER, FOLDER) for name, value in launch.env.items() if name != "PYTHONPATH"}
 
 
 def _port(launch: Launch) -> int:

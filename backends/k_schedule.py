@@ -11,6 +11,9 @@ from typing import Any
 
 from backends.types import ServingConfig
 
+FOLLOWED_BY = frozenset({"vllm", "sglang"})
+"""Engines that change K with the batch size while they run; the others run with one K."""
+
 
 def schedule_fault(config: ServingConfig) -> str | None:
     """Why the schedule of `config` is no such schedule, in one line; None where it is one or there is none."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from backends.deploy import as_dockerfile, as_kubernetes
+from backends.k_schedule import FOLLOWED_BY
 from backends.registry import ADAPTERS
-from backends.types import ServingConfig
+from backends.types import ServingConfig, WorkloadFacts
 from harness.breakdown import breakdown
 from harness.decide import Judgement, judge
 from harness.depth import depth, overhead_of
@@ -70,7 +73,7 @@ def decision(findings: Findings, workload: Trace, finalists: Finalists) -> Decis
         below_batch=judgement.below_batch,
         break_even_batch=judgement.break_even,
         k_by_batch_size=judgement.k_by_batch_size,
-        launch=_launch(findings, chosen),
+        launch=_launch(findings, chosen, judgement.k_by_batch_size),
         by_engine=by_engine,
         depth=depth(findings, workload, evidence[config], judgement),
     )
@@ -161,11 +164,30 @@ def _speedup(findings: Findings, judgement: Judgement) -> dict[str, Any] | None:
     return judgement.speedup.to_dict(findings.objectives[0]) if judgement.speedup else None
 
 
-def _launch(findings: Findings, config: ServingConfig) -> dict[str, Any]:
+def _launch(findings: Findings, config: ServingConfig, schedule: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    """What to run: as a command, and as text for a container; `scheduled` where the engine can follow K by batch size itself."""
+    plain = _launch_texts(findings, config)
+    scheduled = None
+    ks = {k for _, _, k in schedule}
+    if len(ks) > 1 and max(ks) and config.backend in FOLLOWED_BY:
+        extra = {**config.extra, "k_schedule": [list(row) for row in schedule]}
+        following = replace(config, k=max(ks), extra=extra)
+        if ADAPTERS[config.backend].supports(following, WorkloadFacts()) is None:
+            scheduled = _launch_texts(findings, following)
+    return {**plain, "scheduled": scheduled}
+
+
+def _launch_texts(findings: Findings, config: ServingConfig) -> dict[str, Any]:
     adapter = ADAPTERS[config.backend]
     command = findings.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
     launch = adapter.launch(config, port=8000, command=command, base_args=findings.settings.base_args.get(config.backend, ()))
-    return {"command": shlex.join(launch.argv), "env": dict(launch.env), "files": dict(launch.files)}
+    return {
+        "command": shlex.join(launch.argv),
+        "env": dict(launch.env),
+        "files": dict(launch.files),
+        "dockerfile": as_dockerfile(launch),
+        "kubernetes": as_kubernetes(launch),
+    }
 
 
 def _drift_warnings(findings: Findings, trace: str) -> list[str]:

@@ -18,6 +18,7 @@ from reports import charts, text
 from reports.answer import answers
 from reports.rundata import RunData, load_run
 from reports.sections import SECTIONS
+from reports.side_by_side import compare_runs, environments, names_of
 
 _TEMPLATES = Path(__file__).with_name("templates")
 
@@ -36,6 +37,27 @@ def render(run_dir: Path | Sequence[Path], *, show_text: bool = False) -> None:
         run = load_run(folder, show_text=show_text)
         write(folder / "report.html", html_report(run))
         write(folder / "report.md", markdown_report(run))
+
+
+def render_together(folders: Sequence[Path], out: Path) -> None:
+    """Write one page that shows several runs side by side.
+
+    Raises:
+        ReportError, ResultError: as `render`.
+    """
+    runs = [load_run(folder, show_text=False) for folder in folders]
+    page = (
+        _environment()
+        .get_template("side_by_side.html.j2")
+        .render(
+            names=names_of(runs),
+            comparisons=compare_runs(runs),
+            environments=environments(runs),
+            style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        )
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write(out, page)
 
 
 def html_report(run: RunData) -> str:

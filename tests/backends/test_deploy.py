@@ -98,3 +98,14 @@ def test_kubernetes_without_files_is_a_container_alone() -> None:
     documents = list(yaml.safe_load_all(as_kubernetes(PLAIN)))
     assert len(documents) == 1
     assert "volumeMounts" not in documents[0]["containers"][0]
+
+
+def test_paths_of_the_machine_that_measured_stay_out_of_containers() -> None:
+    launch = Launch(
+        argv=("/home/me/.venv/bin/python3.11", "-m", "engine", "--host", "127.0.0.1"), env={"PYTHONPATH": "/home/me", "A": "1"}
+    )
+    (pod,) = yaml.safe_load_all(as_kubernetes(launch))
+    assert pod["containers"][0]["command"] == ["python3", "-m", "engine", "--host", "0.0.0.0"]
+    assert pod["containers"][0]["env"] == [{"name": "A", "value": "1"}]
+    assert "/home/me" not in as_dockerfile(launch)
+    assert "/home/me/.venv/bin/python3.11 -m engine" in as_shell(launch)

@@ -361,7 +361,10 @@ def _decision(
     if judgement["config"]:
         command = "python -m backends.reference --model SmolLM2-135M-Instruct --port 8000"
         command += f" --variant {config['variant']} --k {config['k']} --draft self-int4 --max-num-seqs 64" if on else ""
-        launch = {"command": command, "env": {"OMP_NUM_THREADS": "2"}, "files": {}}
+        plain = {"command": command, "env": {"OMP_NUM_THREADS": "2"}, "files": {}}
+        texts = {"dockerfile": "FROM ENGINE_IMAGE\n", "kubernetes": "containers: []\n"}
+        scheduled = {**plain, "command": f"{command} --k-schedule 1-16", "files": {"k.json": "{}"}} if below else None
+        launch = {**plain, **texts, "scheduled": scheduled}
     return {**judgement, "by_engine": by_engine, "launch": launch, "depth": sections.depth() if spec.extras else None}
 
 

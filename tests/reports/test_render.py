@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from run_builder import RunSpec, build_run
 from run_sections import HOSTILE, SECRET
 
 from harness.result_schema import ResultError
-from reports import ReportError, render
+from reports import ReportError, render, render_together
+from reports.text import DASH
 
 
 class Page(HTMLParser):
@@ -269,3 +271,32 @@ def test_capacity_says_what_passes_what_fails_and_what_it_costs(rendered: dict[s
     assert "off 1.50 4 in flight 1.80 16 in flight 1.65 TPOT P95 1.90 requests/s: breaks tpot_p95 9.26" in text
     assert "on 3.00 4 in flight 3.60 16 in flight 3.30 TPOT P95 1.90 requests/s: within the limits 4.63" in text
     assert "off, 0.5 2 2 25.0 % 5.00" in text
+
+
+def test_the_launch_is_there_to_paste_into_a_container_and_with_its_schedule(rendered: dict[str, Path]) -> None:
+    html = (rendered["plain"] / "report.html").read_text(encoding="utf-8")
+    assert '<pre id="dockerfile-1" tabindex="0">FROM ENGINE_IMAGE' in html
+    assert '<pre id="kubernetes-1" tabindex="0">containers: []' in html
+    assert "--max-num-seqs 64 --k-schedule 1-16</pre>" in html
+    assert 'data-copy="scheduled-1"' in html
+
+
+def test_several_runs_are_shown_side_by_side_with_what_sets_them_apart(tmp_path: Path) -> None:
+    small = RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16), extras=False)
+    folders = [build_run(tmp_path / name / "run", small) for name in ("h100", "a100")]
+    folders.append(build_run(tmp_path / "other", replace(small, verdict="skip", traces=(HOSTILE,))))
+    path = folders[1] / "result.json"
+    result = json.loads(path.read_text())
+    result["environment"] |= {"gpu": [{"name": "A100"}], "fingerprint": "sha256:" + "c" * 64}
+    path.write_text(json.dumps(result))
+    (folders[1] / "config.yaml").write_text("k: [2, 4]\nseed: 0\n")
+    render_together(folders, tmp_path / "out" / "together.html")
+    html = (tmp_path / "out" / "together.html").read_text(encoding="utf-8")
+    page = Page(html)
+    assert "h100/run a100/run other" in page.text
+    assert "GPU none A100 none" in page.text
+    assert "K – 2, 4 –" in page.text
+    assert "The runs are from different machines or software" in page.text
+    assert "Turn speculative decoding on below batch size 17: draft model, K = 3" in page.text
+    assert f"{DASH} {DASH} Leave speculative decoding off" in page.text
+    assert "<script" not in html
