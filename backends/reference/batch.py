@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 WIDE = 32
@@ -16,14 +18,16 @@ WIDE = 32
 class Piece:
     """New tokens of one sequence: its KV rows 0..base-1 are there, these go to rows base, base+1, ...
 
-    `parents` makes them a tree: entry i is the index (in `tokens`) of the parent of token i + 1, always smaller than i + 1.
-    None is a chain. A token sees rows below `base` and its own path from token 0; its position is base + depth.
+    `parents` makes them a tree: node 0 is the root, entry i is the parent of node i + 1, always smaller than i + 1. None is a
+    chain. A node sees rows below `base` and its own path from the root; its position is base + depth. A tree may be run level by
+    level: `done` nodes are in the cache already, and `tokens` are the rest of those that `parents` describes.
     """
 
     slot: int
     base: int
     tokens: Sequence[int]
     parents: Sequence[int] | None = None
+    done: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Group:
     slot: int
     count: int
     width: int
+    rows: int  # flat rows
     length: int  # KV rows read
     mask: Tensor | None  # additive [count, 1, width, length]; None: causal over a KV that holds only this piece, or all visible
     causal: bool = False
@@ -65,8 +70,9 @@ def build_batch(
         n = len(piece.tokens)
         starts[piece.slot] = len(tokens)
         tokens += piece.tokens
-        rows += range(piece.slot * slot_rows + piece.base, piece.slot * slot_rows + piece.base + n)
-        positions += range(piece.base, piece.base + n) if piece.parents is None else _depths(piece)
+        first = piece.slot * slot_rows + piece.base + piece.done
+        rows += range(first, first + n)
+        positions += range(piece.base, piece.base + n) if piece.parents is None else _positions(piece)
     return Batch(
         torch.tensor(tokens, device=device),
         torch.tensor(positions, device=device),
@@ -76,11 +82,12 @@ def build_batch(
     )
 
 
-def _depths(piece: Piece) -> list[int]:
-    depths = [piece.base]
+def _positions(piece: Piece) -> list[int]:
+    """Of a tree's new nodes."""
+    positions = [piece.base]
     for parent in piece.parents or ():
-        depths.append(depths[parent] + 1)
-    return depths
+        positions.append(positions[parent] + 1)
+    return positions[piece.done :]
 
 
 def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
@@ -97,16 +104,16 @@ def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def _group(run: list[Piece], start: int, dtype: torch.dtype, device: torch.device, window: int | None) -> Group:
     widths = [len(piece.tokens) for piece in run]
-    width, count = max(widths), len(run)
-    length = max(piece.base for piece in run) + width
+    rows, width, count = sum(widths), max(widths), len(run)
+    length = max(piece.base + piece.done + len(piece.tokens) for piece in run)
     slot = run[0].slot
     narrow = window is None or length <= window
     if count == 1 and narrow and run[0].parents is None and (width == 1 or run[0].base == 0):
-        return Group(start, slot, 1, width, length, None, causal=width > 1)
+        return Group(start, slot, 1, width, rows, length, None, causal=width > 1)
     mask = _mask(run, width, length, device, window)
     additive = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, float("-inf"))[:, None]
     if min(widths) == width:
-        return Group(start, slot, count, width, length, additive)
+        return Group(start, slot, count, width, rows, length, additive)
     pad: list[int] = []
     unpad: list[int] = []
     first = 0
@@ -115,30 +122,47 @@ def _group(run: list[Piece], start: int, dtype: torch.dtype, device: torch.devic
         unpad += range(index * width, index * width + n)
         first += n
     return Group(
-        start, slot, count, width, length, additive, False, torch.tensor(pad, device=device), torch.tensor(unpad, device=device)
+        start,
+        slot,
+        count,
+        width,
+        rows,
+        length,
+        additive,
+        False,
+        torch.tensor(pad, device=device),
+        torch.tensor(unpad, device=device),
     )
 
 
 def _mask(run: list[Piece], width: int, length: int, device: torch.device, window: int | None) -> Tensor:
-    """Visible KV rows [pieces, width, length]: everything before the piece, then ancestors and self among its own rows."""
+    """Visible KV rows [pieces, width, length]: everything before the piece, then ancestors and self among its own rows.
+
+    Padded query rows see something, never nothing: a softmax over nothing is NaN.
+    """
     base = torch.tensor([piece.base for piece in run], device=device)[:, None, None]
     column = torch.arange(length, device=device)
-    own = torch.arange(width, device=device)
     if all(piece.parents is None for piece in run):
-        mask = column <= base + own[:, None]
+        position = base + torch.arange(width, device=device)[:, None]
+        mask = column <= position
     else:
-        path = torch.stack([_ancestors(piece, width) for piece in run]).to(device)
-        mask = (column < base).expand(-1, width, -1).clone()
-        mask.scatter_(2, (base + own).expand(-1, width, -1), path)
-    if window is not None:  # draft rows of a tree lie at most its size further right than their position: chains are exact
-        mask &= column > base + own[:, None] - window
+        nodes = max(piece.done + len(piece.tokens) for piece in run)
+        path = torch.from_numpy(np.stack([_paths(piece, width, nodes) for piece in run])).to(device)
+        own = (column - base).expand(-1, width, -1)
+        mask = (own < 0) | ((own < nodes) & path.gather(2, own.clamp(0, nodes - 1)))
+        position = base + (path.sum(-1, keepdim=True) - 1)
+    if window is not None:  # a path's own rows lie right of their positions, so that none of them falls out of the window
+        mask &= column > position - window
     return mask
 
 
-def _ancestors(piece: Piece, width: int) -> Tensor:
-    """[width, width]: row i is True at i and at every ancestor of i."""
-    path = torch.eye(width, dtype=torch.bool)
-    for node in range(1, len(piece.tokens)):
-        parent = node - 1 if piece.parents is None else piece.parents[node - 1]
-        path[node] |= path[parent]
-    return path
+def _paths(piece: Piece, width: int, nodes: int) -> NDArray[np.bool_]:
+    """[width, nodes]: for each new node True at itself and at every ancestor; the last one's again as padding."""
+    size = piece.done + len(piece.tokens)
+    path = np.eye(size, dtype=bool)
+    for node in range(1, size):
+        path[node] |= path[node - 1 if piece.parents is None else piece.parents[node - 1]]
+    padded = np.zeros((width, nodes), dtype=bool)
+    padded[: len(piece.tokens), :size] = path[piece.done :]
+    padded[len(piece.tokens) :] = padded[len(piece.tokens) - 1]
+    return padded

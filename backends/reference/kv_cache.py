@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from backends.reference.config import ModelConfig
+
+class KVShape(Protocol):
+    """What a cache must know of a model or a head."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KVCache:
@@ -19,11 +31,11 @@ class KVCache:
     the scheduler's token budget allows. A GPU gets all of it at once.
     """
 
-    def __init__(self, config: ModelConfig, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (slots, rows, 2, config.num_kv_heads, config.head_dim)
+    def __init__(self, shape: KVShape, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        row = (2, shape.num_kv_heads, shape.head_dim)
         self.rows = rows
-        self._layers = [_lazy_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self._flat = [layer.view(slots * rows, 2, config.num_kv_heads, config.head_dim) for layer in self._layers]
+        self._layers = [_lazy_zeros((slots, rows, *row), dtype, device) for _ in range(shape.num_layers)]
+        self._flat = [layer.view(slots * rows, *row) for layer in self._layers]
 
     def write(self, layer: int, at: Tensor, keys_values: Tensor) -> None:
         """Store [n, 2, kv_heads, head_dim] at flat rows `at` [n] (slot × rows + row)."""
@@ -43,9 +55,9 @@ class KVCache:
             layer[slot, base + 1 : base + 1 + len(nodes)] = layer[slot, source]
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def token_bytes(shape: KVShape, dtype: torch.dtype) -> int:
     """Bytes of one token's keys and values over all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

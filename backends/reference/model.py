@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backends.reference.batch import Batch, Group
+from backends.reference.attention import attend
+from backends.reference.batch import Batch
 from backends.reference.config import ModelConfig, RopeConfig
 from backends.reference.kv_cache import KVCache
 from backends.reference.quantization import Linear
@@ -70,8 +71,7 @@ class Decoder:
             left, right = qk.chunk(2, -1)
             qk.copy_(torch.addcmul(qk * cos, torch.cat((right, left), -1), sin))
             cache.write(index, batch.rows, qkv[:, heads:].view(n, 2, kv_heads, dim))
-            parts = [self._attend(qkv, group, index, cache) for group in batch.groups]
-            x = x + layer.out(parts[0] if len(parts) == 1 else torch.cat(parts))
+            x = x + layer.out(attend(qkv[:, :heads], batch, cache, index).flatten(1))
             gate, up = layer.gate_up(F.rms_norm(x, (hidden,), layer.post_norm, eps)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         if len(self._layers) in capture:
@@ -82,31 +82,6 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""
         return self._head(hidden).float()
-
-    def _attend(self, qkv: Tensor, group: Group, index: int, cache: KVCache) -> Tensor:
-        """Attention of one group's queries over its slots: [rows of the group, heads × head_dim].
-
-        The query heads that share a KV head become further query rows, so K and V are read once and never repeated.
-        """
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        count, width, share = group.count, group.width, heads // kv_heads
-        keys, values = cache.read(index, group.slot, count, group.length)
-        rows = group.unpad.numel() if group.unpad is not None else count * width
-        q = qkv[group.start : group.start + rows, :heads]
-        if group.pad is not None:
-            q = q[group.pad]
-        if count == 1 and width > 1:  # a wide chunk: one batch entry per shared head keeps the mask small
-            q = q.view(width, kv_heads, share, dim).permute(2, 1, 0, 3)
-            keys, values = keys.expand(share, -1, -1, -1), values.expand(share, -1, -1, -1)
-            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, is_causal=group.causal)
-            return out.permute(2, 1, 0, 3).reshape(width, heads * dim)
-        q = q.view(count, width, kv_heads, share, dim).transpose(1, 2).reshape(count, kv_heads, width * share, dim)
-        mask = group.mask
-        if mask is not None:
-            mask = mask.expand(-1, -1, share, -1) if width == 1 else mask.repeat_interleave(share, dim=2)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-        out = out.view(count, kv_heads, width, share * dim).transpose(1, 2).reshape(count * width, heads * dim)
-        return out if group.unpad is None else out[group.unpad]
 
 
 def rope_tables(rope: RopeConfig, dim: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

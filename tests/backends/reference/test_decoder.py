@@ -106,6 +106,50 @@ def test_a_tree_gives_each_node_the_logits_of_its_own_path(tiny: tuple[Path, Pre
     torch.testing.assert_close(logits[6:], reference(tiny[1], chain)[30:], atol=1e-4, rtol=1e-4)
 
 
+def test_a_tree_run_level_by_level_equals_the_tree_run_at_once(tiny: tuple[Path, PreTrainedModel]) -> None:
+    """Two trees and, in the last pass, a chain beside them; the second tree has fewer nodes."""
+    run = Runner(load_model(tiny[0]))
+    prompts, nodes = [tokens(n, seed=n) for n in (30, 12, 40)], tokens(7, seed=1)
+    parents = (0, 0, 2, 1, 2, 4)
+    for slot, prompt in enumerate(prompts):
+        run(Piece(slot, 0, prompt))
+    whole = [run(Piece(slot, len(prompts[slot]), nodes[:n], parents[: n - 1]))[0] for slot, n in ((0, 7), (1, 5))]
+    for slot, prompt in enumerate(prompts):
+        run(Piece(slot, 0, prompt))
+    parts: list[list[Tensor]] = [[], []]
+    for level in ((0, 1), (1, 3), (3, 6), (6, 7)):
+        pieces = [
+            Piece(slot, len(prompts[slot]), nodes[level[0] : min(n, level[1])], parents[: min(n, level[1]) - 1], level[0])
+            for slot, n in ((0, 7), (1, 5))
+            if level[0] < n
+        ]
+        logits, _ = run(*pieces, Piece(2, 40, tokens(3, seed=8)))
+        for piece, rows in zip(pieces, logits.split([*(len(piece.tokens) for piece in pieces), 3]), strict=False):
+            parts[piece.slot].append(rows)
+    for expected, got in zip(whole, parts, strict=True):
+        torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_tree_under_a_window_equals_transformers(tmp_path: Path) -> None:
+    model = save(CONFIGS["mistral with a window"], tmp_path)
+    run = Runner(load_model(tmp_path))
+    prompt, nodes = tokens(40), tokens(6, seed=1)
+    run(Piece(0, 0, prompt))
+    logits, _ = run(Piece(0, 40, nodes, parents=(0, 0, 0, 3, 4)))
+    for node, path in enumerate(([0], [0, 1], [0, 2], [0, 3], [0, 3, 4], [0, 3, 4, 5])):
+        expected = reference(model, prompt + [nodes[i] for i in path])[-1]
+        torch.testing.assert_close(logits[node], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_chunk_beside_a_sequence_at_the_end_of_its_slot(tiny: tuple[Path, PreTrainedModel]) -> None:
+    run = Runner(load_model(tiny[0]))
+    full, short = tokens(256), tokens(20, seed=1)
+    run(Piece(0, 0, full[:255]))
+    logits, _ = run(Piece(0, 255, full[255:]), Piece(1, 0, short))
+    torch.testing.assert_close(logits[0], reference(tiny[1], full)[-1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1:], reference(tiny[1], short), atol=1e-4, rtol=1e-4)
+
+
 def test_an_accepted_tree_path_is_kept_and_decoding_goes_on(tiny: tuple[Path, PreTrainedModel]) -> None:
     run = Runner(load_model(tiny[0]))
     prompt, nodes = tokens(30), tokens(6, seed=1)
