@@ -30,7 +30,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", help="name that requests carry (default: the directory's name)")
     add("--variant", default="off", choices=VARIANTS)
     add("--k", type=int, default=0, help="draft tokens per step")
-    add("--draft", help="for draft_model: a model directory of the same tokenizer, or self-int4")
+    add("--topk", type=int, default=1, help="above 1: draft a tree of this width and depth K")
+    add("--num-draft-tokens", type=int, help="nodes of the tree that are verified, the last token included")
+    add("--draft", help="directory of the draft model or head; self-int4 for draft_model")
     add("--draft-quantization", default="none", choices=QUANTIZATIONS)
     add("--quantization", default="none", choices=QUANTIZATIONS, help="of the target's weights")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
@@ -71,7 +73,10 @@ def main(argv: list[str] | None = None) -> None:
         from backends.reference.engine import Engine
         from backends.reference.service import Service
 
-        service = Service(Engine(options), args.served_model_name or args.model.resolve().name)
+        engine = Engine(options)
+        for note in engine.draft_notes:
+            print(f"draft: {note}", file=sys.stderr)
+        service = Service(engine, args.served_model_name or args.model.resolve().name)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

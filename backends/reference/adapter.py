@@ -15,7 +15,8 @@ from backends.k_schedule import schedule_fault
 from backends.reference.config import read_config
 from backends.reference.options import QUANTIZATIONS as _QUANTIZATIONS
 from backends.reference.options import VARIANTS as _VARIANTS
-from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
+from backends.reference.options import tree_fault
+from backends.types import NEEDS_DRAFT, BackendError, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
 
 NAME = "reference"
 VARIANTS = frozenset(_VARIANTS)
@@ -32,12 +33,12 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
         return f"the reference engine has no variant {config.variant} (it has {', '.join(_VARIANTS)})"
     if config.weight_quantization not in QUANTIZATIONS or config.draft_quantization not in QUANTIZATIONS:
         return f"the reference engine quantizes to {', '.join(_QUANTIZATIONS)} only"
-    if config.variant == "draft_model" and config.draft is None:
-        return "draft_model needs a draft: a model directory, or self-int4"
+    if config.variant in NEEDS_DRAFT and config.draft is None:
+        return f"{config.variant} needs a draft: a directory" + ", or self-int4" * (config.variant == "draft_model")
     if fault := schedule_fault(config):
         return fault
-    if config.topk > 1:
-        return f"{config.variant} drafts chains: topk must be 1"
+    if fault := tree_fault(config.variant, config.k, config.topk, config.num_draft_tokens):
+        return fault
     if config.kv_cache_dtype != "auto":
         return f"the KV cache has the model's dtype: kv_cache_dtype {config.kv_cache_dtype} is not supported"
     if config.tensor_parallel != 1:
@@ -62,8 +63,11 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     `k_schedule` is [[first, last, K], ...] by batch size, `forced_acceptance` a string of marginal rates."""
     argv = [*command, "-m", "backends.reference", "--model", config.model, "--port", str(port), "--variant", config.variant]
     argv += ["--k", str(config.k), "--max-num-seqs", str(config.max_num_seqs)]
-    if config.variant == "draft_model":
-        argv += ["--draft", str(config.draft), "--draft-quantization", config.draft_quantization]
+    if config.topk > 1:
+        argv += ["--topk", str(config.topk), "--num-draft-tokens", str(config.num_draft_tokens)]
+    if config.draft is not None:
+        argv += ["--draft", config.draft]
+    argv += ["--draft-quantization", config.draft_quantization]
     argv += ["--quantization", config.weight_quantization]
     argv.append("--chunked-prefill" if config.chunked_prefill else "--no-chunked-prefill")
     for name, value in config.extra.items():
@@ -93,6 +97,7 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
     asked = {
         "variant": config.variant,
         "k": str(config.k),
+        "topk": str(config.topk),
         "quantization": config.weight_quantization,
         "max_num_seqs": str(config.max_num_seqs),
         "chunked_prefill": str(config.chunked_prefill),

@@ -44,6 +44,7 @@ class ModelConfig:
     context_tokens: int
     dtype: str  # of the checkpoint: bfloat16, float16, float32
     eos_ids: frozenset[int]
+    mtp_modules: int = 0  # multi-token-prediction modules in the same checkpoint, after the blocks
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -98,6 +99,7 @@ def read_config(folder: Path) -> ModelConfig:
             context_tokens=int(raw["max_position_embeddings"]),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             eos_ids=_eos_ids(folder, raw),
+            mtp_modules=int(raw.get("num_nextn_predict_layers") or 0),
         )
     except KeyError as error:
         raise ConfigError(f"{path} has no field {error}") from None

@@ -70,16 +70,23 @@ class Engine:
         if self.max_model_len > config.context_tokens:
             raise ConfigError(f"--max-model-len {self.max_model_len} exceeds the model's context of {config.context_tokens}")
         self.tokenizer = Tokenizer(options.model)
-        rows = self.max_model_len + options.k
+        rows = self.max_model_len + options.draft_tokens
         self.model = load_model(
             options.model, dtype=options.dtype, quantization=options.quantization, device=options.device, max_positions=rows
         )
-        self.drafter, draft_bytes = build_drafter(options, self.tokenizer, config.vocab_size, rows)
+        built = build_drafter(options, self.model, self.tokenizer, self.max_model_len)
+        self.drafter, self.draft_notes = built.drafter, built.notes
         slots = options.max_num_seqs
-        self.capacity_tokens = _capacity(options, rows, token_bytes(config, self.model.dtype) + draft_bytes)
+        self.capacity_tokens = _capacity(options, rows, token_bytes(config, self.model.dtype) + built.token_bytes)
         self.cache = KVCache(config, slots=slots, rows=rows, dtype=self.model.dtype, device=self.model.device)
         limits = Limits(
-            slots, options.max_num_batched_tokens, self.capacity_tokens, options.chunked_prefill, options.k, options.k_schedule
+            slots,
+            options.max_num_batched_tokens,
+            self.capacity_tokens,
+            options.chunked_prefill,
+            options.k,
+            options.draft_tokens,
+            options.k_schedule,
         )
         self.scheduler = Scheduler(limits)
         self.counters = Counters(accepted_per_position=[0] * options.k)
@@ -101,7 +108,11 @@ class Engine:
             "model": str(self.options.model),
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
-        settings |= {"max_model_len": self.max_model_len, "kv_cache_tokens": self.capacity_tokens}
+        settings |= {
+            "draft_notes": "; ".join(self.draft_notes),
+            "max_model_len": self.max_model_len,
+            "kv_cache_tokens": self.capacity_tokens,
+        }
         return settings | {"threads": torch.get_num_threads(), "version": f"torch {torch.__version__}"}
 
     def warm_up(self) -> None:

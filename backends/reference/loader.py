@@ -58,6 +58,8 @@ def load_model(
     else:
         output = tensor("lm_head.weight", config.vocab_size, config.hidden_size)
     head = HEADS[quantization](output, None)
+    for module in range(config.mtp_modules):  # read by `heads.load` where they are to draft
+        weights.drop_all(f"model.mtp_layers.{module}.", f"model.layers.{config.num_layers + module}.")
     weights.finish()
     return Decoder(
         config, embedding=embedding, layers=layers, norm=norm, head=head, positions=max_positions or config.context_tokens
@@ -137,6 +139,9 @@ class _Weights:
 
     def drop(self, name: str) -> None:
         self._files.pop(name, None)
+
+    def drop_all(self, *prefixes: str) -> None:
+        self._files = {name: file for name, file in self._files.items() if not name.startswith(prefixes)}
 
     def finish(self) -> None:
         left = sorted(name for name in self._files if not name.endswith("rotary_emb.inv_freq"))

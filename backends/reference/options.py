@@ -7,9 +7,12 @@ from pathlib import Path
 
 from backends.k_schedule import entries_fault
 from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
-from backends.types import ConfigError
+from backends.types import NEEDS_DRAFT, ConfigError
 
-VARIANTS = ("off", "ngram", "suffix", "draft_model")
+VARIANTS = ("off", "ngram", "suffix", "draft_model", "medusa", "eagle2", "eagle3", "p_eagle", "mtp")
+TREES = frozenset({"medusa", "eagle2", "eagle3", "mtp"})
+"""Variants that draft trees where `topk` is above 1."""
+
 QUANTIZATIONS = ("none", "int8", "int4")
 SELF_INT4 = "self-int4"
 """A `draft` that is the target's own int4 copy."""
@@ -17,7 +20,10 @@ SELF_INT4 = "self-int4"
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """`draft` is a model directory, or `self-int4`. `max_model_len`, `kv_cache_tokens` None: what model and memory allow.
+    """`draft` is the directory of a model or head, or `self-int4`; `mtp` without one takes the modules in the target's own
+    checkpoint. `max_model_len`, `kv_cache_tokens` None: what model and memory allow.
+
+    `topk` above 1 drafts a tree of depth `k`; `num_draft_tokens` nodes of it are verified, the root (the last token) included.
 
     `forced_acceptance` [K] makes draft position i accepted in that share of the decode steps, whatever was drafted: step costs can
     then be measured on any text, and the text is worthless. `step_log` gets one JSON line a step.
@@ -26,6 +32,8 @@ class EngineOptions:
     model: Path
     variant: str = "off"
     k: int = 0
+    topk: int = 1
+    num_draft_tokens: int | None = None
     draft: str | None = None
     draft_quantization: str = "none"
     quantization: str = "none"
@@ -52,8 +60,14 @@ class EngineOptions:
             raise ConfigError(f"unknown sampling '{self.sampling}': choose coupled or rejection")
         if (self.variant == "off") != (self.k == 0) or self.k < 0:
             raise ConfigError(f"variant '{self.variant}' with K = {self.k}: off has K = 0, every other variant K >= 1")
-        if (self.variant == "draft_model") != (self.draft is not None):
-            raise ConfigError("--draft goes with --variant draft_model: a model directory, or self-int4")
+        if self.draft is None and self.variant in NEEDS_DRAFT:
+            raise ConfigError(
+                f"variant {self.variant} needs --draft: a directory" + ", or self-int4" * (self.variant == "draft_model")
+            )
+        if self.draft is not None and self.variant not in NEEDS_DRAFT | {"mtp"}:
+            raise ConfigError(f"variant {self.variant} takes no --draft")
+        if fault := tree_fault(self.variant, self.k, self.topk, self.num_draft_tokens):
+            raise ConfigError(fault)
         if self.draft == SELF_INT4 and self.draft_quantization not in ("none", "int4"):
             raise ConfigError(
                 "self-int4 is an int4 copy: leave --draft-quantization out, or give the model directory as --draft"
@@ -76,3 +90,24 @@ class EngineOptions:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} leaves prompts no room beside "
                 f"{self.max_num_seqs} decoding sequences: raise it above --max-num-seqs"
             )
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens drafted for one sequence in one step."""
+        return self.k if self.topk == 1 else (self.num_draft_tokens or 1) - 1
+
+
+def tree_fault(variant: str, k: int, topk: int, num_draft_tokens: int | None) -> str | None:
+    """Why there is no such tree, in one line; None if there is."""
+    if topk == 1:
+        if num_draft_tokens not in (None, k + 1):
+            return f"{num_draft_tokens} draft tokens with topk 1: a chain has K + 1 = {k + 1}, the last token included"
+        return None
+    if topk < 1:
+        return f"topk {topk}: at least 1"
+    if variant not in TREES:
+        return f"{variant} drafts chains: topk must be 1"
+    most = 1 + topk + (k - 1) * topk * topk
+    if num_draft_tokens is None or not k + 1 <= num_draft_tokens <= most:
+        return f"a tree with topk {topk} and K = {k} needs num_draft_tokens from {k + 1} to {most}, the last token included"
+    return None

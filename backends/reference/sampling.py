@@ -66,10 +66,11 @@ def race(log_weights: Tensor, seed: int, position: int, stream: int) -> Tensor:
     return (log_weights - log_exponential(log_weights.numel(), seed, position, stream, log_weights.device)).argmax()
 
 
-def log_exponential(count: int, seed: int, position: int, stream: int, device: torch.device | str = "cpu") -> Tensor:
-    """log of exponential(1) noise for token ids 0..count-1, float32; the integer part of the work is the same on any device."""
+def log_exponential(ids: int | Tensor, seed: int, position: int, stream: int, device: torch.device | str = "cpu") -> Tensor:
+    """log of exponential(1) noise for token ids 0..ids-1, or for those in `ids`, float32; the integer part of the work is the same
+    on any device."""
     key = mix64(mix64(mix64(seed) ^ position) ^ stream)
-    bits = torch.arange(count, dtype=torch.int32, device=device)
+    bits = torch.arange(ids, dtype=torch.int32, device=device) if isinstance(ids, int) else ids.to(torch.int32, copy=True)
     for half in (key & 0xFFFFFFFF, key >> 32):
         bits = _mix32(bits.bitwise_xor_(_int32(half)))
     # 31 bits -> u in (0, 1), finest near 0, where -log(1 - u) is small and such tokens win the race

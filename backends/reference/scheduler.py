@@ -13,13 +13,15 @@ from backends.reference.sequence import Sequence
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`step_tokens` bounds prompt tokens plus one for each decoding sequence. Drafts are not counted, so that speculation does
-    not change how prompts are cut. `capacity_tokens` bounds the KV rows of all running sequences, `k` rows each included."""
+    not change how prompts are cut. `capacity_tokens` bounds the KV rows of all running sequences, `draft_rows` for each
+    included. `k` is the deepest draft, `k_schedule` what it is at which batch size."""
 
     max_num_seqs: int
     step_tokens: int
     capacity_tokens: int
     chunked_prefill: bool
     k: int
+    draft_rows: int
     k_schedule: tuple[tuple[int, int, int], ...] = ()
 
 
@@ -113,4 +115,4 @@ class Scheduler:
         sequence.slot, sequence.computed = -1, 0
 
     def _rows(self, sequence: Sequence) -> int:
-        return len(sequence.tokens) + self.limits.k
+        return len(sequence.tokens) + self.limits.draft_rows

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from backends.reference.batch import Piece, build_batch
+from backends.reference.drafters.choice import Choice, Law, chain
 from backends.reference.kv_cache import KVCache
 from backends.reference.model import Decoder
-from backends.reference.sampling import DRAFT, TARGET, choose, probabilities
 from backends.reference.sequence import Sequence
 from backends.reference.verify import Draft
 
 
 class DraftModel:
-    """Under coupled verification it draws with the target's own noise, so that it agrees more often; under rejection with a
-    stream of its own, keeping the distribution each token was drawn from."""
-
     capture: tuple[int, ...] = ()
 
     def __init__(self, model: Decoder, *, slots: int, rows: int, vocab_size: int, rejection: bool) -> None:
         self._model = model
         self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device)
         self._vocab_size = vocab_size
-        self._rejection = rejection
+        self._choice = Choice(vocab_size, None, rejection)
         self._seen: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (tokens in the cache, draft rows after them)
 
     def propose(self, work: list[tuple[Sequence, int]]) -> list[Draft]:
         """The first pass takes in whatever the cache lacks: the prompt once, then one or two tokens (after a fully accepted
         draft the last drafted token was never run through the model)."""
         drafts: list[list[int]] = [[] for _ in work]
-        laws: list[list[Tensor]] = [[] for _ in work]
+        laws: list[list[Law]] = [[] for _ in work]
         active = [i for i, (_, limit) in enumerate(work) if limit > 0]
         pieces = [self._catch_up(work[i][0]) for i in active]
         while active:
             logits = self._next_logits(pieces)
             where = [(work[i][0].sampling, len(work[i][0].tokens) + len(drafts[i])) for i in active]
-            tokens = choose(logits, where, DRAFT if self._rejection else TARGET)
-            for i, token, row, (sampling, _) in zip(active, tokens, logits, where, strict=True):
+            for i, token, law in zip(active, *self._choice.one(logits, where), strict=True):
                 drafts[i].append(token)
-                if self._rejection and not sampling.greedy:
-                    laws[i].append(probabilities(row, sampling))
+                laws[i].append(law)
             active = [i for i in active if len(drafts[i]) < work[i][1]]
             pieces = [Piece(s.slot, len(s.tokens) + len(drafts[i]) - 1, drafts[i][-1:]) for i in active for s in (work[i][0],)]
         for (sequence, limit), draft in zip(work, drafts, strict=True):
             if limit > 0:
                 self._seen[sequence.id] = (len(sequence.tokens), draft[:-1])
-        return [Draft(tuple(d), probabilities=torch.stack(q) if q else None) for d, q in zip(drafts, laws, strict=True)]
+        return [chain(tokens, drawn) for tokens, drawn in zip(drafts, laws, strict=True)]
 
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         pass

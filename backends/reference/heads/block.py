@@ -145,6 +145,11 @@ def with_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], Call
             with_linears(child, make)
 
 
+def borrow(head: nn.Module, logits: Callable[[Tensor], Tensor]) -> None:
+    """Let `head.head`, a copy of the target's LM head, be the target's own, packed or quantized as it runs."""
+    head.head = _Made(logits)
+
+
 class _Made(nn.Module):
     def __init__(self, linear: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ class Eagle(nn.Module):
     then single rows with the output itself in their place."""
 
     embedding: Tensor
+    token_map: Tensor | None = None
 
     def __init__(self, shape: Shape, *, layers: int, fc_bias: bool, embedding: Tensor, output: Tensor) -> None:
         """`embedding` [vocab, hidden]; `output` [vocab, hidden] is the target's LM head."""
@@ -24,6 +27,14 @@ class Eagle(nn.Module):
         self.head.weight = nn.Parameter(output, requires_grad=False)
         self.rotary = Rotary(shape)
         self.register_buffer("embedding", embedding, persistent=False)
+
+    def fuse(self, streams: Sequence[Tensor]) -> Tensor:
+        """The target's final hidden state, the only stream this head reads."""
+        return streams[0]
+
+    def recycle(self, output: Tensor) -> Tensor:
+        """What takes the place of the target's hidden state in the step after."""
+        return output
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., hidden]."""

@@ -35,10 +35,10 @@ class Medusa(nn.Module):
         return outputs
 
     def logits(self, outputs: list[Tensor]) -> Tensor:
-        """[heads, ..., draft_vocab]; `target_ids` translates. Heads that share an LM head are one product."""
+        """[heads, ..., draft_vocab]; `target_ids` translates. Heads that share an LM head are one product; the first few alone are fine."""
         if len(self.heads) == 1:
             return self.heads[0](torch.stack(outputs))
-        return torch.stack([head(x) for head, x in zip(self.heads, outputs, strict=True)])
+        return torch.stack([head(x) for head, x in zip(self.heads, outputs, strict=False)])
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.token_map[draft_ids]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +40,7 @@ class Mtp(nn.Module):
     the target's hidden state. Module i serves draft i; with fewer modules than drafts the last one is used again."""
 
     embedding: Tensor
+    token_map: Tensor | None = None
 
     def __init__(
         self,
@@ -62,6 +65,14 @@ class Mtp(nn.Module):
         self.head.weight = nn.Parameter(output, requires_grad=False)
         self.rotary = Rotary(shape)
         self.register_buffer("embedding", embedding, persistent=False)
+
+    def fuse(self, streams: Sequence[Tensor]) -> Tensor:
+        """The target's final hidden state, the only stream this head reads."""
+        return streams[0]
+
+    def recycle(self, output: Tensor) -> Tensor:
+        """What takes the place of the target's hidden state in the step after."""
+        return output
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] -> [..., hidden]."""

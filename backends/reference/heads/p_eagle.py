@@ -50,5 +50,13 @@ class PEagle(nn.Module):
         """[..., draft_vocab]; `target_ids` translates."""
         return self.body.logits(output)
 
+    @property
+    def shape(self) -> Shape:
+        return self.body.shape
+
+    @property
+    def token_map(self) -> Tensor:
+        return self.body.token_map
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         return self.body.target_ids(draft_ids)

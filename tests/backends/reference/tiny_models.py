@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from backends.reference.sequence import Sequence
 from backends.serving import GenerationRequest
 
 EOS = 256
+Build = Callable[..., Engine]
 VOCAB = 272  # 256 bytes, <eos>, <bos>, and ids that no text gives
 
 
@@ -73,3 +76,23 @@ def generate(engine: Engine, requests: list[GenerationRequest]) -> list[list[int
 
 def output(sequence: Sequence) -> list[int]:
     return sequence.tokens[sequence.prompt_tokens :]
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Of 5 to 60 tokens, half of them repetitive, so that n-grams match."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        length = rng.randint(5, 60)
+        made.append(
+            [rng.randrange(256) for _ in range(length)] if i % 2 else ([rng.randrange(256) for _ in range(6)] * 10)[:length]
+        )
+    return made
+
+
+PROMPTS = prompts(16)
+
+
+def sampled_requests() -> list[GenerationRequest]:
+    cuts = [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 50, "top_p": 0.8}]
+    return [request(p, temperature=0.8, seed=i, ignore_eos=True, **cuts[i % 4]) for i, p in enumerate(PROMPTS)]
