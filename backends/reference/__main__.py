@@ -65,10 +65,15 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, EngineOptions]:
+    """Raises ConfigError for settings that contradict each other, and leaves with 2 for an unknown or malformed one."""
     args = _parser().parse_args(argv)
+    return args, EngineOptions(**{field.name: getattr(args, field.name) for field in fields(EngineOptions)})
+
+
+def main(argv: list[str] | None = None) -> None:
     try:
-        options = EngineOptions(**{field.name: getattr(args, field.name) for field in fields(EngineOptions)})
+        args, options = parse(argv)
         socket = listen(args.host, args.port)
         from backends.reference.engine import Engine
         from backends.reference.service import Service

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import PROMPTS, Build, generate, request, sampled_requests
+from safetensors.torch import load_file, save_file
+from tiny_models import PROMPTS, Build, generate, request, sampled_requests, save, shape
 from torch import Tensor
+from transformers import Qwen2Config
 
 from backends.reference.batch import Piece, build_batch
 from backends.reference.drafters.autoregressive import Autoregressive
 from backends.reference.drafters.head_cache import PATIENCE, HeadCache
 from backends.reference.drafters.p_eagle import Parallel
+from backends.reference.drafters.tree import fixed_tree
 from backends.reference.engine import Engine
 from backends.reference.heads.block import causal
 from backends.reference.kv_cache import KVCache
+from backends.reference.loader import load_model
+from backends.reference.options import EngineOptions
 from backends.reference.sampling import Sampling
 from backends.reference.sequence import Sequence
 from backends.reference.verify import Draft
+from backends.types import ConfigError
 from tests.backends.reference.heads import published
 
 TREE = {"topk": 3, "num_draft_tokens": 12}
@@ -278,3 +286,55 @@ def test_what_a_head_says_it_drew_from_is_what_it_drew_from(variant: str, build:
     assert sequence.output_tokens > 0
     assert float((counts / 3000 - law).abs().max()) < 0.04
     assert bool((counts[law == 0] == 0).all())
+
+
+def test_mtp_modules_in_the_target_s_own_checkpoint_draft(tmp_path: Path) -> None:
+    """MiMo's layout: a Qwen2 with `model.mtp_layers.0.*` beside its blocks. The text is transformers' of the same Qwen2."""
+    model = save(Qwen2Config(**shape()), tmp_path)
+    torch.manual_seed(3)
+    prefix = "model.mtp_layers.0."
+    own = published.block(prefix, bias=True, inner=128) | {f"{prefix}input_proj.weight": published.rand(64, 128)}
+    own |= {f"{prefix}{part}_layernorm.weight": published.norm_weight() for part in ("token", "hidden", "final")}
+    save_file(load_file(tmp_path / "model.safetensors") | own, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"does not know, such as model\.mtp_layers"):
+        load_model(tmp_path)
+    raw |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    engine = Engine(EngineOptions(tmp_path, variant="mtp", k=3, max_num_seqs=4))
+    made = generate(engine, [request(prompt, 12, ignore_eos=True) for prompt in PROMPTS[:4]])
+    for prompt, ids in zip(PROMPTS, made, strict=False):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+            attention_mask=torch.ones(1, len(prompt)),
+        )
+        assert ids == expected[0, len(prompt) :].tolist()
+    assert engine.counters.draft_tokens > 0
+    assert any("hidden, embedding" in note for note in engine.draft_notes)
+
+
+@pytest.mark.parametrize(
+    ("variant", "k", "fields", "message"),
+    [
+        ("medusa", 7, {}, "K = 7, and .* has 6 Medusa heads"),
+        ("p_eagle", 3, TREE, "p_eagle drafts chains"),
+        ("eagle3", 3, {"topk": 3}, "needs num_draft_tokens from 4 to 22"),
+        ("eagle3", 3, {"topk": 0}, "topk 0"),
+        ("eagle3", 3, {"num_draft_tokens": 9}, r"a chain has K \+ 1 = 4"),
+        ("mtp", 2, {"draft": "/nowhere"}, "draft directory /nowhere does not exist"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(variant: str, k: int, fields: dict[str, Any], message: str, build: Build) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(variant, k, **fields)
+
+
+def test_fixed_trees_are_trees_of_the_likeliest_paths() -> None:
+    for topk, depth, nodes in ((2, 3, 5), (4, 4, 63), (10, 2, 7)):
+        paths = fixed_tree(topk, depth, nodes)
+        assert len(set(paths)) == len(paths) == nodes
+        assert all(path[:-1] in {(), *paths} and len(path) <= depth and max(path) < topk for path in paths)
+    assert fixed_tree(2, 2, 99) == [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]

@@ -50,15 +50,15 @@ def norm_weight(width: int = H) -> Tensor:
     return 1 + 0.2 * torch.randn(width)
 
 
-def block(prefix: str, width: int = H, *, input_norm: bool = True, bias: bool = False) -> Tensors:
+def block(prefix: str, width: int = H, *, input_norm: bool = True, bias: bool = False, inner: int = INNER) -> Tensors:
     tensors = {
         f"{prefix}self_attn.q_proj.weight": rand(HEADS * DIM, width),
         f"{prefix}self_attn.k_proj.weight": rand(KV * DIM, width),
         f"{prefix}self_attn.v_proj.weight": rand(KV * DIM, width),
         f"{prefix}self_attn.o_proj.weight": rand(H, HEADS * DIM),
-        f"{prefix}mlp.gate_proj.weight": rand(INNER, H),
-        f"{prefix}mlp.up_proj.weight": rand(INNER, H),
-        f"{prefix}mlp.down_proj.weight": rand(H, INNER),
+        f"{prefix}mlp.gate_proj.weight": rand(inner, H),
+        f"{prefix}mlp.up_proj.weight": rand(inner, H),
+        f"{prefix}mlp.down_proj.weight": rand(H, inner),
         f"{prefix}post_attention_layernorm.weight": norm_weight(),
     }
     if input_norm:
