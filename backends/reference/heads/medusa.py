@@ -26,13 +26,13 @@ class Medusa(nn.Module):
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
         """The target's hidden state after its last norm [..., hidden] -> one [..., hidden] for each head, for `logits`."""
-        outputs = []
-        for block in self.blocks:
-            x = hidden
-            for linear in block:  # type: ignore[attr-defined]
-                x = x + F.silu(linear(x))
-            outputs.append(x)
-        return outputs
+        return [self.head_output(head, hidden) for head in range(len(self.blocks))]
+
+    def head_output(self, head: int, hidden: Tensor) -> Tensor:
+        """One head's [..., hidden]."""
+        for linear in self.blocks[head]:  # type: ignore[union-attr]
+            hidden = hidden + F.silu(linear(hidden))
+        return hidden
 
     def logits(self, outputs: list[Tensor]) -> Tensor:
         """[heads, ..., draft_vocab]; `target_ids` translates. Heads that share an LM head are one product; the first few alone are fine."""

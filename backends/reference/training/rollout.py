@@ -43,6 +43,10 @@ class Rollout:
         at = (sequence, position)
         self._context[layer] = keys.index_put(at, k), values.index_put(at, v)
 
+    def share_context(self, other: Rollout) -> None:
+        """Take over the true rows that another rollout has seen."""
+        self._context = other._context
+
     def first(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The pass over the true rows themselves."""
         self.add_context(layer, self.bases.sequence, self.bases.position, k, v)

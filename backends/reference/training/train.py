@@ -1,0 +1,227 @@
+"""Training a draft head on the target's own outputs: `tune.py train-head`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backends.reference.heads.files import TargetWeights
+from backends.reference.training.batches import FrozenHeadLoss, batch, epoch, usable
+from backends.reference.training.distill import Distilled, Example
+from backends.reference.training.simulate import simulate
+from backends.reference.training.trainees import Trainee, build, finished
+from backends.types import ConfigError
+
+STRAYS = 0.1
+"""Share of wrong drafts that go on all the same, so that later steps learn before earlier ones are good."""
+COOL = 0.3
+"""Last part of training, in which the learning rate falls to a twentieth; before it is constant, so a run may be made longer."""
+WHOLE_VOCABULARY = ("eagle2", "mtp", "draft_model")
+"""Variants that draft from the target's whole vocabulary. They are trained on the frequent part and a few other tokens, drawn anew
+for each batch, so that no other token is left too likely."""
+OTHERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    variant: str
+    epochs: float = 3.0
+    rows: int = 640  # output tokens in a batch
+    learning_rate: float = 6e-4
+    draft_vocab: int = 8192
+    seed: int = 0
+    held_out: int = 96  # conversations simulated after each epoch
+    k: int = 4
+    mask_token: int = 0
+
+
+def frequent_tokens(examples: Sequence[Example], count: int, vocab: int) -> Tensor:
+    """The `count` ids that outputs (and then prompts) use most, ascending; ids nobody used fill up."""
+    outputs = Counter(token for e in examples for token in e.tokens[e.prompt_tokens :])
+    prompts = Counter(token for e in examples for token in e.tokens[: e.prompt_tokens])
+    order = [token for token, _ in outputs.most_common()] + [token for token, _ in prompts.most_common()]
+    kept = list(dict.fromkeys([*order, *range(vocab)]))[:count]
+    return torch.tensor(sorted(kept))
+
+
+def input_scale(data: Distilled, examples: Sequence[Example]) -> Tensor:
+    """[3 × hidden]: root mean square of each stream's dimensions, the first token (an attention sink) left out."""
+    rows = torch.cat([data.hidden(example)[1:, :3] for example in examples]).float()
+    return rows.pow(2).mean(0).sqrt().flatten().clamp_min(1e-6)
+
+
+class Training:
+    """One run, with everything that a kill must not lose in `folder`."""
+
+    def __init__(self, folder: Path, settings: Settings, target: TargetWeights, data: Distilled) -> None:
+        """Starts, or goes on from `folder`'s checkpoint.
+
+        Raises:
+            ConfigError: the folder belongs to a run with other settings, or the data is too small.
+        """
+        self.folder, self.settings, self.target, self.data = folder, settings, target, data
+        folder.mkdir(parents=True, exist_ok=True)
+        self.train = usable(data.split(held_out=False))
+        self.held_out = usable(data.split(held_out=True))[: settings.held_out]
+        if not self.train or not self.held_out:
+            raise ConfigError("too few conversations to train on and hold out: give more prompts")
+        torch.manual_seed(settings.seed)
+        saved = self._checkpoint()
+        if saved is None:
+            self.token_map = frequent_tokens(self.train, min(settings.draft_vocab, target.config.vocab_size), target.config.vocab_size)
+            self.scale = input_scale(data, self.train[:64])
+        else:
+            self.token_map, self.scale = saved["token_map"], saved["scale"]
+        self.draft_ids = torch.full((target.config.vocab_size,), -1).index_put((self.token_map,), torch.arange(len(self.token_map)))
+        self.trainee: Trainee = build(settings.variant, target, self.token_map, self.scale, mask_token=settings.mask_token)
+        self.output = target.output[self.token_map].to(torch.bfloat16)
+        self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self.step, self.seconds = 0, 0.0
+        if saved is not None:
+            self.trainee.module.load_state_dict(saved["module"], strict=False)
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.step, self.seconds = saved["step"], saved["seconds"]
+
+    def run(self) -> None:
+        """Train to the end of the last epoch, saving every minute."""
+        settings = self.settings
+        per_epoch = len(epoch(self.train, settings.rows, 0))
+        total = max(1, round(settings.epochs * per_epoch))
+        saved = shown = time.monotonic()
+        window = Window()
+        while self.step < total:
+            number, within = divmod(self.step, per_epoch)
+            groups = epoch(self.train, settings.rows, settings.seed + number)
+            for group in groups[within : within + total - self.step]:
+                start = time.monotonic()
+                self._optimize(group, window, _rate(self.step, total))
+                self.step += 1
+                now = time.monotonic()
+                self.seconds += now - start
+                if now - shown > 20:
+                    print(f"step {self.step}/{total} (epoch {self.step / per_epoch:.2f}), {window.line()}", flush=True)
+                    shown, window = now, Window()
+                if now - saved > 60:
+                    saved = now
+                    self._save()
+            self._report(self.step / per_epoch)
+            self._save()
+
+    def _optimize(self, group: list[Example], window: Window, rate: float) -> None:
+        data = batch(self.data, group)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = self._loss(data, window)
+        self.optimizer.zero_grad(set_to_none=True)
+        losses.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for group_ in self.optimizer.param_groups:
+            group_["lr"] = self.settings.learning_rate * rate
+        self.optimizer.step()
+
+    def _loss(self, data: Any, window: Window) -> Tensor:
+        """Cross entropy with the target's distribution at every draft position that is reached, over the number of starts."""
+        trainee = self.trainee
+        passes = trainee.passes(data)
+        x, bases = next(passes)
+        total, starts = torch.zeros(()), len(x)
+        output = self.output
+        if self.settings.variant in WHOLE_VOCABULARY:
+            others = (self.draft_ids < 0).nonzero().flatten()
+            drawn = others[torch.randperm(len(others))[:OTHERS]]
+            output = torch.cat((output, self.target.output[drawn].to(output.dtype)))
+        for step in range(trainee.steps):
+            at = bases.position + 2 + step
+            inside = at < data.length[bases.sequence]
+            truth = self.draft_ids[data.tokens[bases.sequence, at.clamp_max(data.tokens.shape[1] - 1)]]
+            counted = inside & (truth >= 0)
+            teacher = data.streams[bases.sequence, (at - 1).clamp_max(data.tokens.shape[1] - 1), 3]
+            loss, guesses = FrozenHeadLoss.apply(x, teacher, output, counted.float())
+            total = total + loss / starts
+            right = counted & (guesses == truth)
+            window.add(step, float(loss.detach()), int(counted.sum()), int(right.sum()), starts)
+            keep = (right | (inside & (torch.rand(len(right)) < STRAYS))).nonzero().flatten()
+            if step == trainee.steps - 1 or not len(keep):
+                break
+            x, bases = passes.send(keep)
+        passes.close()
+        return total
+
+    def _report(self, epochs: float) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = self.settings.variant in WHOLE_VOCABULARY
+            output, token_map = (self.target.output, None) if whole else (self.output, self.token_map)
+            result = simulate(self.trainee, self.data, self.held_out, output, token_map, self.settings.k)
+        row = {"step": self.step, "epochs": round(epochs, 3), "seconds": round(self.seconds), "train_conversations": len(self.train)}
+        row["held_out"] = {name: counts.as_dict() for name, counts in sorted(result.items())}
+        with (self.folder / "history.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        by = ", ".join(f"{name} {counts.tau:.2f}" for name, counts in sorted(result.items()) if name != "all")
+        rates = " ".join(f"{rate:.2f}" for rate in result["all"].position_rates)
+        print(f"epoch {epochs:.2f}: held-out tau at K = {self.settings.k}: {result['all'].tau:.3f} (rates {rates}; {by})", flush=True)
+
+    def _checkpoint(self) -> dict[str, Any] | None:
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return None
+        saved: dict[str, Any] = torch.load(path, weights_only=True)
+        fixed = {k: v for k, v in asdict(self.settings).items() if k not in ("epochs", "held_out", "k")}
+        if any(saved["settings"].get(key) != value for key, value in fixed.items()):
+            raise ConfigError(f"{self.folder} holds a run with other settings ({saved['settings']}): give another --out")
+        return saved
+
+    def _save(self) -> None:
+        state = {
+            "settings": asdict(self.settings),
+            "token_map": self.token_map,
+            "scale": self.scale,
+            "module": {n: t for n, t in self.trainee.module.state_dict().items() if not n.endswith("head.weight")},
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        scratch = self.folder / "checkpoint.tmp"
+        torch.save(state, scratch)
+        os.replace(scratch, self.folder / "checkpoint.pt")
+
+    def state(self) -> dict[str, Tensor]:
+        return finished(self.trainee, self.scale)
+
+
+class Window:
+    """Losses and hits since the last line shown."""
+
+    def __init__(self) -> None:
+        self.loss: Counter[int] = Counter()
+        self.rows: Counter[int] = Counter()
+        self.right: Counter[int] = Counter()
+        self.starts = 0
+
+    def add(self, step: int, loss: float, rows: int, right: int, starts: int) -> None:
+        self.loss[step] += loss  # type: ignore[assignment]
+        self.rows[step] += rows
+        self.right[step] += right
+        self.starts += starts if step == 0 else 0
+
+    def line(self) -> str:
+        steps = sorted(step for step in self.rows if self.rows[step])
+        losses = " ".join(f"{self.loss[s] / self.rows[s]:.2f}" for s in steps)
+        hits = " ".join(f"{self.right[s] / self.rows[s]:.2f}" for s in steps)
+        return f"loss by draft position {losses}, hits {hits}"
+
+
+def _rate(step: int, total: int) -> float:
+    """Warm-up over the first steps, constant, then a cosine down to 1/20 over the last part."""
+    warm = min(1.0, (step + 1) / 40)
+    cooled = max(0.0, (step - total * (1 - COOL)) / (total * COOL))
+    return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, cooled))))
