@@ -78,11 +78,15 @@ class Training:
         torch.manual_seed(settings.seed)
         saved = self._checkpoint()
         if saved is None:
-            self.token_map = frequent_tokens(self.train, min(settings.draft_vocab, target.config.vocab_size), target.config.vocab_size)
+            self.token_map = frequent_tokens(
+                self.train, min(settings.draft_vocab, target.config.vocab_size), target.config.vocab_size
+            )
             self.scale = input_scale(data, self.train[:64])
         else:
             self.token_map, self.scale = saved["token_map"], saved["scale"]
-        self.draft_ids = torch.full((target.config.vocab_size,), -1).index_put((self.token_map,), torch.arange(len(self.token_map)))
+        self.draft_ids = torch.full((target.config.vocab_size,), -1).index_put(
+            (self.token_map,), torch.arange(len(self.token_map))
+        )
         self.trainee: Trainee = build(settings.variant, target, self.token_map, self.scale, mask_token=settings.mask_token)
         self.output = target.output[self.token_map].to(torch.bfloat16)
         self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
@@ -162,13 +166,21 @@ class Training:
             whole = self.settings.variant in WHOLE_VOCABULARY
             output, token_map = (self.target.output, None) if whole else (self.output, self.token_map)
             result = simulate(self.trainee, self.data, self.held_out, output, token_map, self.settings.k)
-        row = {"step": self.step, "epochs": round(epochs, 3), "seconds": round(self.seconds), "train_conversations": len(self.train)}
+        row = {
+            "step": self.step,
+            "epochs": round(epochs, 3),
+            "seconds": round(self.seconds),
+            "train_conversations": len(self.train),
+        }
         row["held_out"] = {name: counts.as_dict() for name, counts in sorted(result.items())}
         with (self.folder / "history.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         by = ", ".join(f"{name} {counts.tau:.2f}" for name, counts in sorted(result.items()) if name != "all")
         rates = " ".join(f"{rate:.2f}" for rate in result["all"].position_rates)
-        print(f"epoch {epochs:.2f}: held-out tau at K = {self.settings.k}: {result['all'].tau:.3f} (rates {rates}; {by})", flush=True)
+        print(
+            f"epoch {epochs:.2f}: held-out tau at K = {self.settings.k}: {result['all'].tau:.3f} (rates {rates}; {by})",
+            flush=True,
+        )
 
     def _checkpoint(self) -> dict[str, Any] | None:
         path = self.folder / "checkpoint.pt"

@@ -111,7 +111,9 @@ class Parallel:
     def _true_rows(self, batch: Batch, rollout: Rollout) -> Tensor:
         """Every row of the sequences through all blocks, since later blocks attend to earlier ones' outputs in the prompt too."""
         bases = rollout.bases
-        sequence, position = (torch.cat(pair) for pair in zip(batch.prompt_rows(), (bases.sequence, bases.position), strict=True))
+        sequence, position = (
+            torch.cat(pair) for pair in zip(batch.prompt_rows(), (bases.sequence, bases.position), strict=True)
+        )
         order = (sequence * batch.tokens.shape[1] + position).argsort()
         sequence, position = sequence[order], position[order]
         everything = Rollout(Bases(sequence, position), *batch.tokens.shape)
