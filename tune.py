@@ -7,6 +7,7 @@ check failed, 2 usage or input error, 130 interrupted and resumable).
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -379,6 +380,59 @@ def serve(
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     arguments = ["--model", resolve_model(model), *context.args] if backend == "reference" else context.args
     os.execve(sys.executable, [sys.executable, "-m", f"backends.{backend}", *arguments], {**os.environ, "PYTHONPATH": path})
+
+
+@app.command("train-head")
+def train_head(
+    variant: Annotated[str, typer.Option(help="eagle3, eagle2, p_eagle, medusa, mtp or draft_model.")],
+    prompts: Annotated[Path, typer.Option(help='Prompts to train on, one a line: {"prompt": ...} or {"messages": [...]}.')],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command again goes on where it stopped.")],
+    model: Annotated[str, typer.Option(help="Target: directory, or 'demo'.")] = "demo",
+    test_prompts: Annotated[
+        list[Path] | None, typer.Option(help="Prompts of other kinds, only to measure acceptance on; repeat.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Where the target's outputs are kept, to be shared by several heads.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the head in bf16 and its published layout, for other engines.")
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the outputs.", min=0.01)] = 4.0,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens a head with a reduced vocabulary may draft.", min=16)] = 8192,
+    learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's learning rate.", min=0)] = 1.5e-3,
+    k: Annotated[int, typer.Option("--k", help="Draft tokens per step in the simulated acceptance.", min=1)] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Cut each output of the target at N tokens.", min=3)] = 160,
+    seed: Annotated[int, typer.Option(help="Seed of initialization and order.")] = 0,
+) -> None:
+    """Train a draft head for a model on its own outputs, and say what acceptance it reaches on prompts held out."""
+    from backends.reference.training.command import Request, mask_token
+    from backends.reference.training.command import train_head as run
+    from backends.reference.training.train import Settings
+    from harness.job import resolve_model
+
+    folder = Path(resolve_model(model))
+    settings = Settings(
+        variant,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        draft_vocab=draft_vocab,
+        seed=seed,
+        k=k,
+        mask_token=mask_token(folder) if variant == "p_eagle" else 0,
+    )
+    run(
+        Request(
+            model=folder,
+            prompts=prompts,
+            out=out,
+            settings=settings,
+            tests=test_prompts or (),
+            data=data,
+            export=export,
+            max_tokens=max_tokens,
+            command=shlex.join(["python", *sys.argv]),
+        )
+    )
 
 
 def _render(directory: Path) -> None:

@@ -67,6 +67,10 @@ class Tokenizer:
         end = self._specials["eos_token"]
         return self._fast.token_to_id(end) if end else None
 
+    def special_ids(self) -> list[int]:
+        """Ids of special tokens, ascending."""
+        return sorted(id_ for id_, token in self._fast.get_added_tokens_decoder().items() if token.special)
+
     def vocabulary(self) -> dict[str, int]:
         """Every token's id, added tokens included: two tokenizers with equal vocabularies can draft for each other."""
         return self._fast.get_vocab(with_added_tokens=True)

@@ -44,12 +44,22 @@ def write_small(folder: Path, head: Published) -> None:
     tensors: State = {}
     for name, tensor in head.own.items():
         if tensor.dim() == 2 and tensor.is_floating_point() and min(tensor.shape) > 1:
-            scale = tensor.float().abs().amax(1).clamp_min(1e-12) / 127
-            tensors[name] = (tensor.float() / scale[:, None]).round().to(torch.int8)
-            tensors[f"{name}{SCALE}"] = scale
+            tensors[name], tensors[f"{name}{SCALE}"] = to_int8(tensor)
         else:
             tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
     _write(folder, tensors, head.config)
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 [rows, columns] and a float32 scale for each row."""
+    scale = weight.float().abs().amax(1).clamp_min(1e-12) / 127
+    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
+
+
+def round_int8(weight: Tensor) -> Tensor:
+    """What is left of a matrix after int8."""
+    q, scale = to_int8(weight)
+    return q * scale[:, None]
 
 
 def write_published(folder: Path, head: Published, target: TargetWeights) -> None:

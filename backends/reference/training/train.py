@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor
 from backends.reference.heads.files import TargetWeights
 from backends.reference.training.batches import FrozenHeadLoss, batch, epoch, usable
 from backends.reference.training.distill import Distilled, Example
-from backends.reference.training.simulate import simulate
-from backends.reference.training.trainees import Trainee, build, finished
+from backends.reference.heads.export import round_int8
+from backends.reference.training.simulate import Acceptance, simulate
+from backends.reference.training.trainees import Trainee, build, finished, unfinished
 from backends.types import ConfigError
 
 STRAYS = 0.1
@@ -100,27 +101,27 @@ class Training:
     def run(self) -> None:
         """Train to the end of the last epoch, saving every minute."""
         settings = self.settings
-        per_epoch = len(epoch(self.train, settings.rows, 0))
-        total = max(1, round(settings.epochs * per_epoch))
+        epochs = [epoch(self.train, settings.rows, settings.seed + number) for number in range(math.ceil(settings.epochs))]
+        groups = [group for groups in epochs for group in groups]
+        ends = {sum(len(groups) for groups in epochs[:number]) for number in range(1, len(epochs))}
+        total = max(1, round(len(groups) * settings.epochs / len(epochs)))
         saved = shown = time.monotonic()
         window = Window()
         while self.step < total:
-            number, within = divmod(self.step, per_epoch)
-            groups = epoch(self.train, settings.rows, settings.seed + number)
-            for group in groups[within : within + total - self.step]:
-                start = time.monotonic()
-                self._optimize(group, window, _rate(self.step, total))
-                self.step += 1
-                now = time.monotonic()
-                self.seconds += now - start
-                if now - shown > 20:
-                    print(f"step {self.step}/{total} (epoch {self.step / per_epoch:.2f}), {window.line()}", flush=True)
-                    shown, window = now, Window()
-                if now - saved > 60:
-                    saved = now
-                    self._save()
-            self._report(self.step / per_epoch)
-            self._save()
+            start = time.monotonic()
+            self._optimize(groups[self.step], window, _rate(self.step, total))
+            self.step += 1
+            now = time.monotonic()
+            self.seconds += now - start
+            passed = settings.epochs * self.step / total
+            if now - shown > 20:
+                print(f"step {self.step}/{total} (epoch {passed:.2f}), {window.line()}", flush=True)
+                shown, window = now, Window()
+            if self.step in ends or self.step == total:
+                self._report(passed)
+            if now - saved > 60 or self.step == total:
+                saved = now
+                self._save()
 
     def _optimize(self, group: list[Example], window: Window, rate: float) -> None:
         data = batch(self.data, group)
@@ -162,10 +163,7 @@ class Training:
         return total
 
     def _report(self, epochs: float) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            whole = self.settings.variant in WHOLE_VOCABULARY
-            output, token_map = (self.target.output, None) if whole else (self.output, self.token_map)
-            result = simulate(self.trainee, self.data, self.held_out, output, token_map, self.settings.k)
+        result = self._simulate(self.data, self.held_out)
         row = {
             "step": self.step,
             "epochs": round(epochs, 3),
@@ -181,6 +179,26 @@ class Training:
             f"epoch {epochs:.2f}: held-out tau at K = {self.settings.k}: {result['all'].tau:.3f} (rates {rates}; {by})",
             flush=True,
         )
+
+    def final(self, sets: Mapping[str, Distilled]) -> dict[str, dict[str, object]]:
+        """What the head reaches as it is shipped, its matrices rounded to int8: greedy acceptance on every held-out conversation of
+        each set, by category."""
+        module, scale = self.trainee.module, self.scale
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        rounded = {name: round_int8(t) if t.dim() == 2 and min(t.shape) > 1 else t for name, t in self.state().items()}
+        module.load_state_dict(unfinished(self.trainee, rounded, scale))
+        results = {}
+        for name, data in sets.items():
+            counts = self._simulate(data, usable(data.split(held_out=True)))
+            results[name] = {category: count.as_dict() for category, count in sorted(counts.items())}
+        module.load_state_dict(before)
+        return results
+
+    def _simulate(self, data: Distilled, examples: Sequence[Example]) -> dict[str, Acceptance]:
+        whole = self.settings.variant in WHOLE_VOCABULARY
+        output, token_map = (self.target.output, None) if whole else (self.output, self.token_map)
+        with torch.autocast("cpu", torch.bfloat16):
+            return simulate(self.trainee, data, examples, output, token_map, self.settings.k)
 
     def _checkpoint(self) -> dict[str, Any] | None:
         path = self.folder / "checkpoint.pt"

@@ -191,13 +191,22 @@ def build(variant: str, target: TargetWeights, token_map: Tensor, scale: Tensor,
 
 
 def finished(trainee: Trainee, scale: Tensor) -> dict[str, Tensor]:
-    """The module's state as it is used: without the scale."""
+    """The module's state as it is used: the scale of the inputs folded in."""
     state = {name: tensor.detach().clone() for name, tensor in trainee.module.state_dict().items()}
-    prefix = {"Eagle3": "", "PEagle": "body."}.get(type(trainee.module).__name__)
-    if prefix is not None:
-        state[f"{prefix}fc.weight"] = state[f"{prefix}fc.weight"] / scale
-        if prefix:
-            state["mask_hidden"] = state["mask_hidden"] * scale
+    return _scaled(trainee, state, 1 / scale)
+
+
+def unfinished(trainee: Trainee, state: dict[str, Tensor], scale: Tensor) -> dict[str, Tensor]:
+    """The inverse: a state as it is used, for the module in training."""
+    return _scaled(trainee, dict(state), scale)
+
+
+def _scaled(trainee: Trainee, state: dict[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+    if isinstance(trainee.module, Eagle3):
+        state["fc.weight"] = state["fc.weight"] * factor
+    if isinstance(trainee.module, PEagle):
+        state["body.fc.weight"] = state["body.fc.weight"] * factor
+        state["mask_hidden"] = state["mask_hidden"] / factor
     return state
 
 

@@ -265,3 +265,34 @@ def test_the_scale_of_inputs_is_folded_into_fc(target: TargetWeights) -> None:
     streams = torch.randn(5, 4, p.H)
     folded = streams[:, :3].flatten(1) @ finished(made, scale)["fc.weight"].T
     torch.testing.assert_close(folded, made.features(streams), atol=1e-4, rtol=0)  # type: ignore[attr-defined]
+
+
+def test_the_command_trains_tests_and_writes_a_head_that_loads(folder: Path, tmp_path: Path) -> None:
+    """Run as a user would, twice: the second run generates and trains nothing and gives the same head."""
+    import tune
+
+    for name, texts in (("prompts", PROMPTS), ("other", PROMPTS[:2])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in [*texts, *texts[::-1]]))
+    arguments = ["train-head", "--variant", "p_eagle", "--model", str(folder), "--prompts", str(tmp_path / "prompts.jsonl")]
+    arguments += ["--out", str(tmp_path / "run"), "--test-prompts", str(tmp_path / "other.jsonl"), "--epochs", "1"]
+    arguments += ["--draft-vocab", "64", "--max-tokens", "12", "--export", str(tmp_path / "whole"), "--k", "2"]
+    tune.app(arguments, standalone_mode=False)
+    small = (tmp_path / "run" / "head" / "model.safetensors").read_bytes()
+    lines = (tmp_path / "run" / "history.jsonl").read_text()
+    tune.app(arguments, standalone_mode=False)
+    assert (tmp_path / "run" / "head" / "model.safetensors").read_bytes() == small
+    assert (tmp_path / "run" / "history.jsonl").read_text() == lines
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["held out"]["all"]["tau"] >= 1 <= results["other"]["all"]["tau"]
+    card = (tmp_path / "run" / "head" / "README.md").read_text()
+    assert f"{results['other']['all']['tau']:.2f}" in card
+    target = read_target(folder, torch.float32)
+    for written in (tmp_path / "run" / "head", tmp_path / "whole"):
+        assert load_head(written, target, "p_eagle").aux_layers == (2, 4, 5)
+
+
+def test_prompts_without_text_are_an_error_with_the_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    engine = Engine(EngineOptions(model=folder, max_num_seqs=2))
+    with pytest.raises(ConfigError, match="line 2"):
+        list(generate(engine, tmp_path / "prompts.jsonl", tmp_path / "out", max_tokens=4))
