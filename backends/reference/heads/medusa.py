@@ -30,7 +30,7 @@ class Medusa(nn.Module):
 
     def head_output(self, head: int, hidden: Tensor) -> Tensor:
         """One head's [..., hidden]."""
-        for linear in self.blocks[head]:  # type: ignore[union-attr]
+        for linear in self.blocks[head]:  # type: ignore[attr-defined]
             hidden = hidden + F.silu(linear(hidden))
         return hidden
 

@@ -63,7 +63,7 @@ class Distilled:
     def hidden(self, example: Example) -> Tensor:
         """bf16 [rows, streams, hidden] of one conversation."""
         rows = self.features[example.first_row : example.first_row + example.rows]
-        return torch.from_numpy(np.array(rows)).view(torch.bfloat16)
+        return torch.from_numpy(rows).view(torch.bfloat16)
 
 
 class Recorder:
@@ -200,7 +200,7 @@ def generate(
 
 
 def load(folder: Path, hidden_size: int) -> Distilled:
-    """The finished conversations of `folder`, the features mapped and not read.
+    """The finished conversations of `folder`, with all their features in memory (a mapped file would be read in random order).
 
     Raises:
         ConfigError: nothing there.
@@ -209,9 +209,9 @@ def load(folder: Path, hidden_size: int) -> Distilled:
     if not path.exists():
         raise ConfigError(f"{folder} holds no generated outputs (sequences.jsonl)")
     examples = [Example(**json.loads(line)) for line in path.read_text().splitlines() if line.endswith("}")]
-    features = np.memmap(folder / "features.bin", dtype=np.uint16, mode="r")
-    width = 4 * hidden_size
-    return Distilled(examples, features[: len(features) // width * width].reshape(-1, 4, hidden_size))
+    rows = sum(example.rows for example in examples)
+    features = np.fromfile(folder / "features.bin", dtype=np.uint16, count=rows * 4 * hidden_size)
+    return Distilled(examples, features.reshape(rows, 4, hidden_size))
 
 
 def _resume(folder: Path, row_bytes: int) -> list[Example]:

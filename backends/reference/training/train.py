@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backends.reference.heads.export import round_int8
 from backends.reference.heads.files import TargetWeights
 from backends.reference.training.batches import FrozenHeadLoss, batch, epoch, usable
 from backends.reference.training.distill import Distilled, Example
-from backends.reference.heads.export import round_int8
 from backends.reference.training.simulate import Acceptance, simulate
 from backends.reference.training.trainees import Trainee, build, finished, unfinished
 from backends.types import ConfigError
@@ -164,7 +164,7 @@ class Training:
 
     def _report(self, epochs: float) -> None:
         result = self._simulate(self.data, self.held_out)
-        row = {
+        row: dict[str, Any] = {
             "step": self.step,
             "epochs": round(epochs, 3),
             "seconds": round(self.seconds),
@@ -180,7 +180,7 @@ class Training:
             flush=True,
         )
 
-    def final(self, sets: Mapping[str, Distilled]) -> dict[str, dict[str, object]]:
+    def final(self, sets: Mapping[str, Distilled]) -> dict[str, dict[str, dict[str, object]]]:
         """What the head reaches as it is shipped, its matrices rounded to int8: greedy acceptance on every held-out conversation of
         each set, by category."""
         module, scale = self.trainee.module, self.scale

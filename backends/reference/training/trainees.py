@@ -32,8 +32,11 @@ Passes = Generator[tuple[Tensor, Bases], Tensor, None]
 class Trainee(Protocol):
     """`module` is what is trained, `steps` how many draft tokens are trained for."""
 
-    module: nn.Module
-    steps: int
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def steps(self) -> int: ...
 
     def passes(self, batch: Batch) -> Passes: ...
 
