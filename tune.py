@@ -226,6 +226,9 @@ def report(
     out: Annotated[Path, typer.Option(help="With several directories: the page that shows them side by side.")] = Path(
         "runs-side-by-side.html"
     ),
+    records: Annotated[
+        bool, typer.Option("--records", help="Also write all requests as one table: interchange/records.parquet and .csv.")
+    ] = False,
     history: Annotated[
         Path | None, typer.Option(help="Folder of gates: draw every gate.json below it as one trend page, history.html.")
     ] = None,
@@ -239,7 +242,7 @@ def report(
     if not folders and not history:
         raise click.UsageError("name run directories, or --history FOLDER")
     try:
-        render(folders)
+        render(folders, records=records)
         if len(folders) > 1:
             render_together(folders, out)
         if history:

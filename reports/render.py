@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from reports import charts, text
 from reports.answer import answers
+from reports.interchange import write_interchange, write_records
 from reports.rundata import RunData, load_run
 from reports.sections import SECTIONS
 from reports.side_by_side import compare_runs, environments, names_of
@@ -23,10 +24,10 @@ from reports.side_by_side import compare_runs, environments, names_of
 _TEMPLATES = Path(__file__).with_name("templates")
 
 
-def render(run_dir: Path | Sequence[Path], *, show_text: bool = False) -> None:
-    """Write `report.html` and `report.md` into each run directory.
+def render(run_dir: Path | Sequence[Path], *, show_text: bool = False, records: bool = False) -> None:
+    """Write `report.html`, `report.md` and the files for other tools (``interchange/``) into each run directory.
 
-    Text of prompts and outputs is left out unless `show_text`.
+    Text of prompts and outputs is left out unless `show_text`. `records` adds one table of all requests, Parquet and CSV.
 
     Raises:
         ReportError: a directory holds no finished run.
@@ -37,6 +38,9 @@ def render(run_dir: Path | Sequence[Path], *, show_text: bool = False) -> None:
         run = load_run(folder, show_text=show_text)
         write(folder / "report.html", html_report(run))
         write(folder / "report.md", markdown_report(run))
+        write_interchange(run)
+        if records:
+            write_records(run)
 
 
 def render_together(folders: Sequence[Path], out: Path) -> None:
