@@ -157,6 +157,10 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Run directory; the same directory again resumes it.", rich_help_panel=_OUT)
     ] = None,
+    probe: Annotated[
+        list[str] | None,
+        typer.Option(help="interference: measure what long prompts cost those that decode meanwhile.", rich_help_panel=_SEARCH),
+    ] = None,
     gpu_hourly_usd: Annotated[
         float | None, typer.Option(help="Price of one GPU hour, for cost figures.", min=0, rich_help_panel=_OUT)
     ] = None,
@@ -208,6 +212,7 @@ def tune(
         jitter_s=jitter,
         time_unit=time_unit,
         prompts=prompts,
+        probes=tuple(probe or ()),
         gpu_hourly_usd=gpu_hourly_usd,
         storage=storage,
         trust_remote_code=trust_remote_code,

@@ -11,6 +11,7 @@ from typing import Any
 from backends.findings import Finding
 from harness.audits import LosslessnessAudit
 from harness.findings import Finalists, Findings, closed_load, open_load
+from harness.interference_probe import InterferenceProbe
 from harness.lab import Lab
 from harness.probes import AcceptanceProbes
 from harness.progress import RunProgress
@@ -59,6 +60,7 @@ class Run:
         requests = {name: [trace.requests()[i] for i in parts[name].confirm] for name, trace in traces.items()}
         self.losslessness = LosslessnessAudit(self.lab, store, requests, settings.seed)
         self.probes = AcceptanceProbes(self.lab, store, requests, self.findings.trials)
+        self.interference = InterferenceProbe(self.lab, store, requests, settings.seed)
         self.began = time.monotonic()
 
     def execute(self, preflight: Sequence[Finding] = (), command: str = "") -> dict[str, Any]:
@@ -77,6 +79,7 @@ class Run:
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
         result["losslessness"] = self.losslessness.result()
         result["diagnosis"] = self.probes.result()
+        result["interference"] = self.interference.result()
         result["preflight"] = [finding.to_dict() for finding in preflight]
         result["reproduce"] = {"command": command, "seed": self.settings.seed}
         validate(result)
@@ -160,6 +163,9 @@ class Run:
             for name, parts in self.parts.items():  # off last, on the very requests it was first measured on: the drift
                 load = closed_load(name, self.space.batch_sizes[-1])
                 self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
+            if "interference" in self.settings.probes:
+                self.progress.stage("interference")
+                self.interference.run(config)
 
     def _loads(self) -> int:
         """Loads of the whole run if the search visits every cell."""

@@ -14,6 +14,7 @@ from backends.types import NEEDS_DRAFT, VARIANTS, ConfigError
 
 STRATEGIES = ("funnel", "grid", "random")
 OBJECTIVES = ("e2e_p50", "e2e_p95", "tpot_p50", "throughput", "goodput", "cost")
+PROBES = ("interference",)
 SLO_METRICS = ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "tpot_p99", "e2e_p50", "e2e_p95", "e2e_p99")
 
 
@@ -58,6 +59,7 @@ class RunSettings:
     jitter_s: float | None = None
     time_unit: str | None = None
     prompts: str | None = None
+    probes: tuple[str, ...] = ()  # looks beyond the measured loads: interference
     gpu_hourly_usd: float | None = None
     storage: str | None = None
     trust_remote_code: bool = False
@@ -91,6 +93,7 @@ class RunSettings:
             ("--variants", self.variants, VARIANTS),
             ("--backend", self.backends, tuple(ADAPTERS)),
             ("--strategy", (self.strategy,), STRATEGIES),
+            ("--probe", self.probes, PROBES),
             ("--objective", self.objectives, OBJECTIVES),
             ("--slo", tuple(self.slo), SLO_METRICS),
             ("--engine", tuple(self.engines), tuple(ADAPTERS)),

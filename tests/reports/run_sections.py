@@ -185,3 +185,22 @@ def capacity(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
     asked = {"mean_rps": 1.95, "p95_minute_rps": 2.2, "peak_minute_rps": 2.6, "minutes": 10.0}
     sides = [side("off", 1.5, 2), side("on", 3.0, 1)]
     return [{"trace": trace, "slo": {"tpot_p95": 0.04}, "gpu_hourly_usd": 2.5, "demand": asked, "sides": sides}]
+
+
+def interference(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "config": config,
+            "decoders": 4,
+            "long_prompts": 2,
+            "long_prompt_tokens": 2000.0,
+            "tpot_before_s": 0.030,
+            "tpot_during_s": None,
+            "tpot_after_s": 0.031,
+            "largest_gap_before_s": 0.033,
+            "largest_gap_during_s": 1.2,
+            "pace_during_share": 0.0,
+            "long_ttft_s": 1.15,
+            "order": "prefill first",
+        }
+    ]
