@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
 from backends.openai_server import create_app, listen, serve
-from backends.reference.options import QUANTIZATIONS, VARIANTS, EngineOptions
+from backends.reference.options import QUANTIZATIONS, SAMPLINGS, VARIANTS, EngineOptions
 from backends.types import ConfigError
 
 
@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantization", default="none", choices=QUANTIZATIONS, help="of the target's weights")
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    add("--sampling", default="coupled", choices=("coupled", "rejection"), help="verification rule for sampled requests")
+    add("--sampling", default="coupled", choices=SAMPLINGS, help="verification rule for sampled requests")
     add("--max-num-seqs", type=int, default=64)
     add("--max-model-len", type=int, help="longest prompt plus output (default: the model's context)")
     add("--max-num-batched-tokens", type=int, default=512, help="prompt tokens plus decoding sequences of one step")

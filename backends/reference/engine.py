@@ -21,7 +21,7 @@ from backends.reference.scheduler import Limits, Plan, Scheduler
 from backends.reference.sequence import Sequence, StepOutput
 from backends.reference.step_clock import StepClock
 from backends.reference.tokenizer import TextStream, Tokenizer
-from backends.reference.verify import Draft, Verdict, forced, reject, walk
+from backends.reference.verify import Draft, Verdict, block, forced, reject, walk
 from backends.serving import GenerationRequest, RequestError
 from backends.types import ConfigError
 
@@ -224,7 +224,7 @@ class Engine:
             end = at + len(draft.tokens) + 1
             if self.options.forced_acceptance:
                 verdicts[sequence.id] = forced(draft, self._forced_length(sequence), chosen[at:end])
-            elif self.options.sampling == "rejection" and draft.tokens and not sequence.sampling.greedy:
+            elif self.options.sampling != "coupled" and draft.tokens and not sequence.sampling.greedy:
                 verdicts[sequence.id] = self._reject(sequence, draft, logits[at:end])
             else:
                 verdicts[sequence.id] = walk(draft, chosen[at:end])
@@ -235,11 +235,11 @@ class Engine:
         coin = uniform(sequence.sampling.seed, len(sequence.tokens), FORCED)
         return sum(coin < rate for rate in self.options.forced_acceptance)
 
-    @staticmethod
-    def _reject(sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
-        """Verification by rejection, with coins and the last draw keyed by the request's seed and the position."""
+    def _reject(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
+        """By rejection, or as a block; coins and the last draw are keyed by the request's seed and the position."""
         sampling, position = sequence.sampling, len(sequence.tokens)
-        path, law = reject(
+        rule = block if self.options.sampling == "block" and draft.parents is None else reject
+        path, law = rule(
             draft,
             target=lambda node: probabilities(logits[node], sampling),
             coin=lambda depth, rank: uniform(sampling.seed, position + depth, ACCEPT + 4 * rank),
@@ -251,6 +251,7 @@ class Engine:
         outputs = []
         starts, counters = result.batch.starts, self.counters
         counters.engine_steps += bool(plan.decodes)
+        kept: list[tuple[int, int, tuple[int, ...]]] = []
         for sequence, n in plan.prefills:
             start = starts[sequence.slot]
             if sequence.output_tokens == 0:
@@ -262,10 +263,11 @@ class Engine:
         for (sequence, _), draft in zip(plan.decodes, drafts, strict=True):
             verdict = verdicts[sequence.id]
             start = starts[sequence.slot]
-            self.cache.keep_path(sequence.slot, sequence.computed, verdict.path)
+            kept.append((sequence.slot, sequence.computed, verdict.path))
             sequence.computed += 1 + len(verdict.path)
             outputs.append(self._emit(sequence, draft, verdict))
             self.drafter.observe(sequence, [start, *(start + node for node in verdict.path)], result.hidden, result.captured)
+        self.cache.keep_paths(kept)
         for output in outputs:
             if output.finish_reason is not None:
                 self._finish(output.sequence, output.finish_reason)

@@ -46,13 +46,22 @@ class KVCache:
         view = self._layers[layer][slot : slot + count, :length]
         return view[:, :, 0].transpose(1, 2), view[:, :, 1].transpose(1, 2)
 
-    def keep_path(self, slot: int, base: int, nodes: Sequence[int]) -> None:
-        """Move rows base + node of an accepted tree path to base + 1, base + 2, ... A chain's rows lie right already."""
-        if list(nodes) == list(range(1, len(nodes) + 1)):
-            return
-        source = torch.tensor(nodes, device=self._layers[0].device) + base
-        for layer in self._layers:
-            layer[slot, base + 1 : base + 1 + len(nodes)] = layer[slot, source]
+    def keep_paths(self, accepted: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """For each (slot, base, nodes of an accepted tree path) move rows base + node to base + 1, base + 2, ... A chain's rows lie
+        right already."""
+        source: list[int] = []
+        target: list[int] = []
+        for slot, base, nodes in accepted:
+            first = slot * self.rows + base
+            for depth, node in enumerate(nodes, 1):
+                if node != depth:
+                    source.append(first + node)
+                    target.append(first + depth)
+        if source:
+            device = self._flat[0].device
+            from_rows, to_rows = torch.tensor(source, device=device), torch.tensor(target, device=device)
+            for flat in self._flat:
+                flat.index_copy_(0, to_rows, flat[from_rows])
 
 
 def token_bytes(shape: KVShape, dtype: torch.dtype) -> int:

@@ -14,6 +14,7 @@ TREES = frozenset({"medusa", "eagle2", "eagle3", "mtp"})
 """Variants that draft trees where `topk` is above 1."""
 
 QUANTIZATIONS = ("none", "int8", "int4")
+SAMPLINGS = ("coupled", "rejection", "block")
 SELF_INT4 = "self-int4"
 """A `draft` that is the target's own int4 copy."""
 
@@ -39,7 +40,7 @@ class EngineOptions:
     quantization: str = "none"
     dtype: str = "auto"
     device: str = "cpu"
-    sampling: str = "coupled"  # or rejection: see verify.py
+    sampling: str = "coupled"  # or rejection, block: see verify.py
     max_num_seqs: int = 64
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
@@ -56,8 +57,8 @@ class EngineOptions:
         for name, known in (("variant", VARIANTS), ("quantization", QUANTIZATIONS), ("draft_quantization", QUANTIZATIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} '{getattr(self, name)}': choose from {', '.join(known)}")
-        if self.sampling not in ("coupled", "rejection"):
-            raise ConfigError(f"unknown sampling '{self.sampling}': choose coupled or rejection")
+        if self.sampling not in SAMPLINGS:
+            raise ConfigError(f"unknown sampling '{self.sampling}': choose from {', '.join(SAMPLINGS)}")
         if (self.variant == "off") != (self.k == 0) or self.k < 0:
             raise ConfigError(f"variant '{self.variant}' with K = {self.k}: off has K = 0, every other variant K >= 1")
         if self.draft is None and self.variant in NEEDS_DRAFT:

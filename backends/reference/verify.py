@@ -1,12 +1,14 @@
 """Verification of drafts: how far the target goes along with one, and the token it adds. A chain is a tree of single children.
 
-Two exact rules for sampling; for greedy decoding both are the same walk.
+Three exact rules for sampling; for greedy decoding all are the same walk.
 
 - coupled (`walk`): the target's own token at a node is a fixed function of its logits and of noise keyed by (seed, position,
   token). Go down while that token was drafted. What was drafted cannot change the text, only how many steps it takes.
 - rejection (`reject`): accept a draft x with min(1, p(x) / q(x)), else go on with norm(max(0, p - q)) (Leviathan et al.,
   arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318). Children of a tree node are tried in order, each against what
   the ones before left (SpecInfer, arXiv 2305.09781).
+- block (`block`), for chains: the same with one decision about the whole chain, which accepts as many tokens or more on average
+  (Sun et al., arXiv 2403.10444).
 """
 
 from __future__ import annotations
@@ -104,6 +106,29 @@ def reject(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int, i
             p = residual(p, q)
         else:
             return tuple(path), p
+
+
+def block(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int, int], float]) -> tuple[tuple[int, ...], Tensor]:
+    """As `reject`, for a chain as a whole: the longest prefix whose own coin falls below its chance."""
+    chances, laws = block_chances(draft, target)
+    length = next((n for n in range(len(chances), 0, -1) if coin(n, 0) < chances[n - 1]), 0)
+    return tuple(range(1, length + 1)), laws[length]
+
+
+def block_chances(draft: Draft, target: Callable[[int], Tensor]) -> tuple[list[float], list[Tensor]]:
+    """For prefixes of 1..K tokens the chance of each to be kept if no longer one was (h), and for 0..K tokens the distribution of
+    the token after (arXiv 2403.10444, algorithm 2; `weight` is its p_i)."""
+    weight, chances, laws = 1.0, [], []
+    for node, token in enumerate(draft.tokens):
+        p = target(node)
+        q = _drawn_from(draft, node + 1, p)
+        rest = (weight * p - q).clamp_min(0)
+        more = float(rest.sum())
+        if node > 0:
+            chances.append(more / (more + 1 - weight) if more + 1 - weight > 0 else 1.0)
+        laws.append(rest / more if more > 0 else p)
+        weight = min(1.0, weight * float(p[token] / q[token])) if q[token] > 0 else 0.0
+    return [*chances, weight], [*laws, target(len(draft.tokens))]
 
 
 def acceptance(p: Tensor, q: Tensor, token: int) -> float:

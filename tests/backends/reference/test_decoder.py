@@ -155,7 +155,7 @@ def test_an_accepted_tree_path_is_kept_and_decoding_goes_on(tiny: tuple[Path, Pr
     prompt, nodes = tokens(30), tokens(6, seed=1)
     run(Piece(0, 0, prompt))
     run(Piece(0, 30, nodes, parents=(0, 0, 2, 2, 4)))
-    run.cache.keep_path(0, 30, (2, 4, 5))
+    run.cache.keep_paths([(0, 30, (2, 4, 5))])
     text = prompt + [nodes[i] for i in (0, 2, 4, 5)]
     following = tokens(1, seed=9)
     logits, _ = run(Piece(0, len(text), following))

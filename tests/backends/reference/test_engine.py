@@ -75,7 +75,7 @@ def test_rejection_mode_samples_legal_text_and_is_reproducible(build: Build) -> 
     assert [len(ids) for ids in first] == [24] * 16
 
 
-@pytest.mark.parametrize("sampling", ["coupled", "rejection"])
+@pytest.mark.parametrize("sampling", ["coupled", "rejection", "block"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_equal_to_the_target_is_accepted_whole(sampling: str, temperature: float, build: Build, tiny_dir: Path) -> None:
     engine = build("draft_model", 3, draft=str(tiny_dir), sampling=sampling)
@@ -308,7 +308,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(build: Build, tmp_path:
         ({"variant": "eagle9", "k": 2}, "unknown variant 'eagle9'"),
         ({"quantization": "fp3"}, "unknown quantization 'fp3'"),
         ({"dtype": "int7"}, "dtype 'int7'"),
-        ({"sampling": "typical"}, "coupled or rejection"),
+        ({"sampling": "typical"}, "coupled, rejection, block"),
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_batched_tokens": 16}, "leaves prompts no room"),
         ({"max_model_len": 100_000}, "exceeds the model's context of 512"),

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from backends.reference import verify
 from backends.reference.sampling import Sampling, probabilities
-from backends.reference.verify import Draft, reject, walk
+from backends.reference.verify import Draft, block, forced, reject, walk
 
 Law = dict[tuple[int, ...], float]
 Table = dict[tuple[int, ...], Tensor]
-SAMPLINGS = [Sampling(temperature=1.0), Sampling(temperature=0.7), Sampling(temperature=1.3, top_p=0.9)]
+SAMPLINGS = [Sampling(temperature=t, top_p=cut) for t in (0.7, 1.3) for cut in (1.0, 0.9)]
+TREES = [(0, 0), (0, 0, 1), (0, 1, 0, 1, 3), (0, 0, 2, 2, 1, 3)]
 
 
 def prefixes(vocab: int, length: int) -> list[tuple[int, ...]]:
@@ -139,9 +140,10 @@ def test_rejection_of_fixed_chains_is_exact(vocab: int, k: int) -> None:
         assert distance(law, target_law(p, vocab, k + 1)) < 1e-12
 
 
-@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 1), (0, 1, 0, 1, 3), (0, 0, 2, 2, 1, 3)])
-def test_rejection_of_trees_is_exact(parents: tuple[int, ...]) -> None:
-    p = table(4, 4, 1, Sampling(temperature=1.0))
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T={s.temperature} top_p={s.top_p}")
+@pytest.mark.parametrize("parents", TREES)
+def test_rejection_of_trees_is_exact(parents: tuple[int, ...], sampling: Sampling) -> None:
+    p = table(4, 4, 1, sampling)
     tokens = torch.randint(0, 4, (len(parents),), generator=torch.Generator().manual_seed(3)).tolist()
     law = continued(rejection_law(Draft(tuple(tokens), parents), p), p, 4, 4)
     assert distance(law, target_law(p, 4, 4)) < 1e-12
@@ -158,6 +160,75 @@ def test_rejection_of_siblings_drawn_from_one_law_is_exact() -> None:
     assert distance(law, target_law(p, 5, 2)) < 1e-12
 
 
+def block_law(draft: Draft, p: Table) -> Law:
+    """Law of one step: prefix n is kept with its chance, if none longer was."""
+    texts = node_prefixes(draft)
+    chances, laws = verify.block_chances(draft, lambda node: p[texts[node]])
+    law: Law = defaultdict(float)
+    left = 1.0
+    for length in range(len(draft.tokens), -1, -1):
+        weight = left * chances[length - 1] if length else left
+        left -= weight
+        for token, share in enumerate(laws[length].tolist()):
+            law[(*texts[length], token)] += weight * share
+    return law
+
+
+def mixed(step: Callable[[Draft, Table], Law], p: Table, q: Table, vocab: int, k: int) -> tuple[Law, float]:
+    """Law of the next K + 1 tokens and the expected number of tokens in a step."""
+    law: Law = defaultdict(float)
+    emitted = 0.0
+    for weight, draft in chains(q, vocab, k):
+        own = step(draft, p)
+        emitted += weight * sum(len(text) * share for text, share in own.items())
+        for text, share in continued(own, p, vocab, k + 1).items():
+            law[text] += weight * share
+    return law, emitted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T={s.temperature} top_p={s.top_p}")
+@pytest.mark.parametrize(("vocab", "k"), [(6, 1), (5, 2), (4, 3)])
+def test_block_verification_is_exact_and_never_accepts_less(vocab: int, k: int, sampling: Sampling) -> None:
+    p, q = table(vocab, k, 1, sampling), table(vocab, k, 2, sampling)
+    law, emitted = mixed(block_law, p, q, vocab, k)
+    assert distance(law, target_law(p, vocab, k + 1)) < 1e-12
+    _, one_by_one = mixed(rejection_law, p, q, vocab, k)
+    assert emitted > one_by_one - 1e-12
+    assert k == 1 or sampling.top_p < 1 or emitted > one_by_one + 1e-3
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(6, 1), (5, 2), (4, 3)])
+def test_block_verification_of_fixed_chains_is_exact(vocab: int, k: int) -> None:
+    p = table(vocab, k, 1, Sampling(temperature=0.7))
+    for tokens in itertools.product(range(vocab), repeat=k):
+        law = continued(block_law(Draft(tokens), p), p, vocab, k + 1)
+        assert distance(law, target_law(p, vocab, k + 1)) < 1e-12
+
+
+def test_block_keeps_the_longest_prefix_whose_coin_says_so() -> None:
+    p, q = table(5, 2, 1, SAMPLINGS[0]), table(5, 2, 2, SAMPLINGS[0])
+    for _, draft in chains(q, 5, 2):
+        texts = node_prefixes(draft)
+        chances, laws = verify.block_chances(draft, lambda node, texts=texts: p[texts[node]])
+        if all(0 < chance < 1 for chance in chances):
+            break
+    else:
+        pytest.fail("no draft whose coins decide")
+    for coins, length in (((0.0, 0.0), 2), ((0.0, 1.0), 1), ((1.0, 0.0), 2), ((1.0, 1.0), 0)):
+        path, law = block(draft, lambda node: p[texts[node]], lambda n, _, coins=coins: coins[n - 1])
+        assert path == (1, 2)[:length]
+        assert torch.equal(law, laws[length])
+
+
+def test_forced_acceptance_goes_down_the_deepest_branch() -> None:
+    draft = Draft((7, 8, 9, 5), (0, 0, 2, 3))  # 8, 9, 5 is the deepest branch: nodes 2, 3, 4
+    chosen = [10, 11, 12, 13, 14]
+    for count, path in ((0, ()), (1, (2,)), (2, (2, 3)), (3, (2, 3, 4)), (4, (2, 3, 4))):
+        assert forced(draft, count, chosen) == verify.Verdict(path, chosen[path[-1] if path else 0])
+    assert forced(Draft((7, 8)), 1, [1, 2, 3]) == verify.Verdict((1,), 2)
+    assert forced(Draft(), 2, [1]) == verify.Verdict((), 1)
+
+
 BROKEN = {
     "accepts too often": ("acceptance", lambda p, q, token: min(1.0, float(p[token] / q[token]) * 1.01)),
     "accepts with p": ("acceptance", lambda p, q, token: float(p[token])),
@@ -172,6 +243,27 @@ def test_a_broken_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(verify, what, rule)
     p, q = table(5, 2, 1, SAMPLINGS[0]), table(5, 2, 2, SAMPLINGS[0])
     assert distance(mixed_rejection_law(p, q, 5, 2), target_law(p, 5, 3)) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["residual is p", "residual is |p - q|"])
+def test_a_broken_rule_is_seen_in_trees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    what, rule = BROKEN[name]
+    monkeypatch.setattr(verify, what, rule)
+    p = table(4, 3, 1, SAMPLINGS[0])
+    assert distance(continued(rejection_law(Draft((1, 2, 3), (0, 0, 1)), p), p, 4, 3), target_law(p, 4, 3)) > 1e-4
+
+
+def test_a_broken_block_rule_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chances a little too high."""
+    original = verify.block_chances
+
+    def eager(draft: Draft, target: Callable[[int], Tensor]) -> tuple[list[float], list[Tensor]]:
+        chances, laws = original(draft, target)
+        return [min(1.0, 1.05 * chance) for chance in chances], laws
+
+    monkeypatch.setattr(verify, "block_chances", eager)
+    p, q = table(5, 2, 1, SAMPLINGS[0]), table(5, 2, 2, SAMPLINGS[0])
+    assert distance(mixed(block_law, p, q, 5, 2)[0], target_law(p, 5, 3)) > 1e-4
 
 
 def coupled_law(draft: Draft, p: Table, vocab: int, step: Callable[[Draft, Sequence[int]], verify.Verdict] = walk) -> Law:
@@ -196,10 +288,11 @@ def test_the_coupled_walk_is_exact_for_every_chain(vocab: int, k: int, sampling:
         assert distance(continued(coupled_law(Draft(tokens), p, vocab), p, vocab, k + 1), expected) < 1e-12
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"T={s.temperature} top_p={s.top_p}")
 @pytest.mark.parametrize("parents", [(0, 0), (0, 0, 1), (0, 1, 0, 1), (0, 0, 2, 2, 1)])
-def test_the_coupled_walk_is_exact_for_trees(parents: tuple[int, ...]) -> None:
-    p = table(4, 3, 1, SAMPLINGS[1])
-    for seed in range(5):
+def test_the_coupled_walk_is_exact_for_trees(parents: tuple[int, ...], sampling: Sampling) -> None:
+    p = table(4, 3, 1, sampling)
+    for seed in range(2):
         tokens = torch.randint(0, 4, (len(parents),), generator=torch.Generator().manual_seed(seed)).tolist()
         law = continued(coupled_law(Draft(tuple(tokens), parents), p, 4), p, 4, 4)
         assert distance(law, target_law(p, 4, 4)) < 1e-12
