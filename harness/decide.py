@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from backends.types import ServingConfig
+from harness.statistics import Estimate
 
 Verdict = Literal["enable", "skip", "enable_below_batch", "no_clear_winner", "not_measurable"]
 
@@ -24,6 +25,11 @@ class Ratio:
 
     value: float
     ci95: tuple[float, float] | None
+    note: str | None = None  # why there is no interval, or how many runs would decide
+
+    @staticmethod
+    def of(found: Estimate) -> Ratio:
+        return Ratio(found.value, found.ci95, found.note)
 
     @property
     def better(self) -> bool:
@@ -35,12 +41,13 @@ class Ratio:
 
     def text(self) -> str:
         if self.ci95 is None:
-            return f"{self.value:.2f}x (too few requests for an interval)"
-        return f"{self.value:.2f}x (95 % interval {self.ci95[0]:.2f} to {self.ci95[1]:.2f})"
+            return f"{self.value:.2f}x ({self.note or 'too few requests for an interval'})"
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.value:.2f}x (95 % interval {self.ci95[0]:.2f} to {self.ci95[1]:.2f}{note})"
 
     def widened(self, drift: float) -> Ratio:
         """With both ends of the interval moved out by the factor `drift` >= 1; the value stays."""
-        return self if self.ci95 is None else Ratio(self.value, (self.ci95[0] / drift, self.ci95[1] * drift))
+        return self if self.ci95 is None else replace(self, ci95=(self.ci95[0] / drift, self.ci95[1] * drift))
 
     def to_dict(self, metric: str) -> dict[str, Any]:
         return {"metric": metric, "value": self.value, "ci95": list(self.ci95) if self.ci95 else None}

@@ -68,8 +68,8 @@ def pair(offs: Sequence[Trial], ons: Sequence[Trial], objective: str, records_of
     return BatchEvidence(
         batch_size=on.load.concurrency or 0,
         speedup=_speedup(off, on, off_records, on_records, objective),
-        e2e_p95=Ratio(p95.value, p95.ci95),
-        throughput=Ratio(throughput.value, throughput.ci95),
+        e2e_p95=Ratio.of(p95),
+        throughput=Ratio.of(throughput),
         tau=on.speculation["tau"] if on.speculation else None,
         tpot_off_s=_median(off, "tpot_s"),
         tpot_on_s=_median(on, "tpot_s"),
@@ -88,12 +88,10 @@ QUANTILES = {"e2e_p50": ("e2e_s", 0.5), "e2e_p95": ("e2e_s", 0.95), "tpot_p50": 
 
 def _speedup(off: Trial, on: Trial, off_records: Sequence[pa.Table], on_records: Sequence[pa.Table], objective: str) -> Ratio:
     if objective in QUANTILES:
-        found = speedup_of_runs(off_records, on_records, *QUANTILES[objective])
-        return Ratio(found.value, found.ci95)
+        return Ratio.of(speedup_of_runs(off_records, on_records, *QUANTILES[objective]))
     if objective == "goodput":  # a count against SLOs: a ratio without an interval
         return Ratio(math.exp(-(log_ratio(on, off, objective) or 0.0)), None)
-    found = throughput_of_runs(off_records, on_records)
-    return Ratio(found.value, found.ci95)
+    return Ratio.of(throughput_of_runs(off_records, on_records))
 
 
 def log_ratio(trial: Trial, baseline: Trial, objective: str) -> float | None:
@@ -169,7 +167,7 @@ def open_loop(
     if not pairs:
         return None, None
     p50, p95 = (replayed_speedup(offs[-pairs:], ons[-pairs:], "e2e_s", q) for q in (0.5, 0.95))
-    return Ratio(p50.value, p50.ci95), Ratio(p95.value, p95.ci95)
+    return Ratio.of(p50), Ratio.of(p95)
 
 
 def evidence_of(

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from harness.replay import Replay
 from harness.speculation import speculation
-from harness.statistics import Array, Estimate, groups_of, quantile_estimate, ratio_estimate
+from harness.statistics import Array, Estimate, closed_throughput, groups_of, quantile_estimate
 from harness.types import Distribution, Load, Measurement, RequestRecord
 
 SCHEMA = pa.schema(
@@ -137,8 +137,7 @@ def _throughput(records: Sequence[RequestRecord], load: Load, window_s: float, s
         return None
     if load.mode != "closed":
         return Estimate(float(tokens.sum()) / window_s)
-    users = float(load.concurrency or 1)
-    return ratio_estimate(tokens * users, times, groups_of(sessions), seed)
+    return closed_throughput(tokens, times, load.concurrency or 1, groups_of(sessions), seed)
 
 
 def _requests_per_s(records: Sequence[RequestRecord], load: Load, window_s: float) -> float | None:

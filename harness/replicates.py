@@ -31,6 +31,8 @@ from harness.statistics import (
 
 MIN_REPLAYS = 5
 MIN_PAIRS = 2
+EFFECT = 0.05
+"""Relative change for which an undecided comparison says how many runs would show it."""
 RESAMPLES_OF_A_VARIANCE = 500
 Verdict = Literal["better", "worse", "equivalent", "inconclusive"]
 
@@ -62,7 +64,11 @@ def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: floa
     total = between + shared_variance
     freedom = (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
     half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(total)
-    return Estimate(math.exp(value), (math.exp(value - half), math.exp(value + half)))
+    note = None
+    if abs(value) <= half:
+        needed = pairs_needed(math.sqrt(pairs * total), EFFECT)
+        note = f"{needed} pairs of runs would show a change of {EFFECT:.0%}"
+    return Estimate(math.exp(value), (math.exp(value - half), math.exp(value + half)), note)
 
 
 def speedup_of_runs(

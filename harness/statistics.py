@@ -22,7 +22,7 @@ Array = NDArray[np.float64]
 Groups = NDArray[np.int64]
 Interval = tuple[float, float]
 
-RESAMPLES = 2000
+RESAMPLES = 1000  # enough for a standard error; no percentile of them is used
 BLOCK = 2_000_000  # elements of one block of resampled values
 MIN_REQUESTS = 60  # for medians, means and ratios in closed loop
 MIN_REQUESTS_P95 = 300
@@ -104,10 +104,10 @@ def quantile_estimate(values: Array, quantile: float, groups: Groups | None = No
     note = too_few(size, requests_needed(quantile), f"p{quantile * 100:g}", groups)
     if note:
         return Estimate(value, None, note)
-    if groups is None:
+    if groups is None and quantile != 0.5:
         return Estimate(value, order_statistic_interval(values, quantile))
-    draws = [np.quantile(values[rows], quantile, axis=1) for rows in resamples(len(values), groups, seed)]
-    return Estimate(value, percentile_interval(np.concatenate(draws)))
+    draws = [smooth_quantile(values[rows], quantile) for rows in resamples(len(values), groups, seed)]
+    return Estimate(value, log_interval(value, np.concatenate(draws), size))
 
 
 def ratio_estimate(numerators: Array, denominators: Array, groups: Groups | None = None, seed: int = 0) -> Estimate:
@@ -118,12 +118,39 @@ def ratio_estimate(numerators: Array, denominators: Array, groups: Groups | None
     if note:
         return Estimate(value, None, note)
     draws = [numerators[rows].sum(axis=1) / denominators[rows].sum(axis=1) for rows in resamples(len(numerators), groups, seed)]
-    return Estimate(value, percentile_interval(np.concatenate(draws)))
+    return Estimate(value, log_interval(value, np.concatenate(draws), size))
 
 
-def percentile_interval(draws: Array) -> Interval:
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(low), float(high)
+def closed_throughput(tokens: Array, times: Array, concurrency: int, groups: Groups | None = None, seed: int = 0) -> Estimate:
+    """Tokens per second while all slots are busy: concurrency × Σ tokens ÷ Σ time in the slot, requests in the order sent.
+
+    A long prompt delays everybody beside it, so neighbours are not independent: the bootstrap draws stretches of 2 × concurrency
+    requests (moving blocks; Künsch 1989) and needs three of them. Where sessions spread wider than that, theirs is taken.
+    """
+    independent = ratio_estimate(concurrency * tokens, times, groups, seed)
+    block = 2 * concurrency
+    needed = max(MIN_REQUESTS, 3 * block)
+    if independent.ci95 is None or len(tokens) < needed:
+        note = independent.note or too_few(len(tokens), needed, f"throughput at {concurrency} at a time")
+        return Estimate(independent.value, None, note)
+    rng = np.random.default_rng(seed)
+    starts = rng.integers(0, len(tokens), (RESAMPLES, -(-len(tokens) // block)))
+    rows = (starts[:, :, None] + np.arange(block)).reshape(RESAMPLES, -1)[:, : len(tokens)] % len(tokens)
+    found = log_interval(
+        independent.value, concurrency * tokens[rows].sum(axis=1) / times[rows].sum(axis=1), len(tokens) / block
+    )
+    wider = groups is not None and independent.ci95[1] - independent.ci95[0] > found[1] - found[0]
+    return independent if wider else Estimate(independent.value, found)
+
+
+def log_interval(value: float, draws: Array, size: float) -> Interval:
+    """`value` × exp(± t · standard error of the logarithm): Student's t with the bootstrap's standard error, which falls short by
+    √(1 − 1 ÷ size) (Efron & Tibshirani, An Introduction to the Bootstrap, section 5.3), for a sample of `size` independent parts.
+
+    For positive statistics. At 60 requests it covers better than percentiles of the draws, which are too narrow for ratios.
+    """
+    half = float(stats.t.ppf(0.975, size - 1) * np.log(draws).std() * math.sqrt(size / (size - 1)))
+    return value / math.exp(half), value * math.exp(half)
 
 
 def too_few(size: int, needed: int, what: str, groups: Groups | None = None) -> str | None:
@@ -153,12 +180,15 @@ def _harrell_davis(n: int, quantile: float) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class PairedSample:
-    """What two trials measured on the same requests, and how it compares."""
+    """What two trials measured on the same requests, and how it compares: a log ratio above 0 says that the second is faster."""
 
-    log_ratio: float  # above 0 the second trial is faster
     resampled: Callable[[NDArray[np.int64]], Array]  # row numbers [..., n] -> log ratio of each resample
     groups: Groups | None  # sessions
     rows: int
+
+    @property
+    def log_ratio(self) -> float:
+        return float(self.resampled(np.arange(self.rows)))
 
     @property
     def size(self) -> int:
@@ -189,10 +219,10 @@ def common_rows(tables: Sequence[pa.Table], *columns: str) -> list[pa.Table]:
 
 
 def quantile_sample(off: pa.Table, on: pa.Table, metric: str, quantile: float) -> PairedSample:
-    """Ratio of a quantile of `metric`, off ÷ on; the tables hold the same requests (`common_rows`), one at least."""
+    """Ratio of a quantile of `metric` (`smooth_quantile`, which is steadier than the two samples' own), off ÷ on; the tables hold
+    the same requests (`common_rows`), one at least."""
     a, b = column(off, metric), column(on, metric)
     return PairedSample(
-        math.log(np.quantile(a, quantile) / np.quantile(b, quantile)),
         lambda rows: np.log(smooth_quantile(a[rows], quantile) / smooth_quantile(b[rows], quantile)),
         groups_of(off["session"].to_pylist()),
         len(a),
@@ -209,8 +239,7 @@ def throughput_sample(off: pa.Table, on: pa.Table) -> PairedSample:
         rate_on = tokens_on[rows].sum(axis=-1) / time_on[rows].sum(axis=-1)
         return np.asarray(np.log(rate_on / (tokens_off[rows].sum(axis=-1) / time_off[rows].sum(axis=-1))))
 
-    everything = np.arange(len(time_off))
-    return PairedSample(float(ratio(everything)), ratio, groups_of(off["session"].to_pylist()), len(everything))
+    return PairedSample(ratio, groups_of(off["session"].to_pylist()), len(time_off))
 
 
 def paired_speedup(off: pa.Table, on: pa.Table, metric: str = "e2e_s", quantile: float = 0.5, *, seed: int = 0) -> Estimate:
@@ -244,5 +273,4 @@ def within_runs(sample: PairedSample, needed: int, what: str, seed: int) -> Esti
     note = too_few(sample.size, needed, what, sample.groups)
     if note:
         return Estimate(value, None, note)
-    low, high = percentile_interval(np.exp(sample.draws(seed)))
-    return Estimate(value, (min(low, value), max(high, value)))
+    return Estimate(value, log_interval(value, np.exp(sample.draws(seed)), sample.size))

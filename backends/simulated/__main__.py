@@ -84,6 +84,7 @@ def main() -> None:
         print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB (simulated)", file=sys.stderr)
         raise SystemExit(1)
     dialect = DIALECTS[args.dialect]
+    log = TruthLog(truth)
     engine = SimulatedEngine(
         world,
         variant=args.variant,
@@ -93,6 +94,7 @@ def main() -> None:
         replicas=args.replicas,
         faults=faults,
         seed=args.seed,
+        log=log,
     )
     app = create_app(engine)
     app.add_api_route("/reset_prefix_cache", engine.reset_prefix_cache, methods=["POST"])
@@ -108,7 +110,7 @@ def main() -> None:
     }
     print(f"simulated engine: {json.dumps(settings)}", flush=True)
     # asyncio's own loop writes to the socket at once; uvloop would gather writes to the end of its turn, past the logged time.
-    serve(Wire(app, TruthLog(truth), faults), listen(args.host, args.port), loop="asyncio")
+    serve(Wire(app, log, faults), listen(args.host, args.port), loop="asyncio")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The simulated engine in real time: the scheduler's virtual clock, chased by the wall clock.
 
 A step is computed in virtual time, then delivered when the wall clock reaches its end. Where delivery is late, the next step
-still begins where the last one ended, so lateness does not add up. A request that comes
-while a step runs is admitted by the first step that begins after it came, exactly as in the discrete-event run.
+still begins where the last one ended, so lateness does not add up. A request that comes while a step runs is admitted by the first
+step that begins after its headers were received, exactly as in the discrete-event run: reading its body takes a millisecond or two,
+which the start of a step waits for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from backends.simulated.dialects import Dialect, Reading, Server, iteration_page
 from backends.simulated.faults import Fault, find
 from backends.simulated.scheduler import Scheduler
 from backends.simulated.scheduler import Sequence as Running
-from backends.simulated.truth import CURRENT, RequestTruth
+from backends.simulated.truth import CURRENT, RequestTruth, TruthLog
 from backends.simulated.world import World
 from backends.types import Gauges, SpecCounters
 
 TIMER_S = 0.0012  # the event loop's timers are up to 1 ms late
+READING_S = 0.01  # longest that a step waits for requests which are still being read
 
 
 async def _until(moment_s: float) -> None:
@@ -49,8 +51,9 @@ class Live:
 class Replica:
     """One engine of a server: a scheduler, the task that runs it in real time, and its counts."""
 
-    def __init__(self, world: World, variant: str, k: int, seed: int) -> None:
+    def __init__(self, world: World, variant: str, k: int, seed: int, log: TruthLog) -> None:
         self.scheduler = Scheduler(world, variant, k, seed)
+        self._log = log
         self.scheduler.now_s = time.monotonic()
         self.live: dict[int, Live] = {}
         self.ttft_sum_s = self.chunk_gap_sum_s = 0.0
@@ -100,6 +103,9 @@ class Replica:
             while not scheduler.busy:
                 self._work.clear()
                 await self._work.wait()
+            give_up_s = time.monotonic() + READING_S
+            while self._log.on_their_way(scheduler.now_s) and time.monotonic() < give_up_s:
+                await asyncio.sleep(0)
             decoding, steps = list(scheduler.running), len(scheduler.step_end_s)
             scheduler.step(max_steps=1)
             end_s, started, finished = scheduler.now_s, scheduler.started, scheduler.finished
@@ -153,13 +159,14 @@ class SimulatedEngine:
         replicas: int = 1,
         faults: Sequence[Fault] = (),
         seed: int = 0,
+        log: TruthLog | None = None,
     ) -> None:
         self.model, self.world = model, world
         self.max_model_len = world.limits.max_model_len
         self._dialect, self._faults = dialect, faults
         self._server = Server(model, variant != "off" and find(faults, "no_spec_series") is None, time.time())
         self._acceptance = Acceptance(world.drafts.get(variant), k, seed)
-        self._replicas = [Replica(world, variant, k, seed + i) for i in range(replicas)]
+        self._replicas = [Replica(world, variant, k, seed + i, log or TruthLog(None)) for i in range(replicas)]
         self._zero = [SpecCounters()] * replicas  # what a counter reset takes away
         self._count = 0
         self._ready_s = time.monotonic() + world.startup_s
@@ -181,6 +188,7 @@ class SimulatedEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         truth = CURRENT.get() or RequestTruth(request.request_id, 0, time.monotonic())
+        truth.queued = True
         tokens, finish_reason = self._length(request, truth)
         number = self._number(truth, len(request.prompt_ids))
         if tokens == 0:
@@ -188,7 +196,7 @@ class SimulatedEngine:
             yield TokenChunk((), "", finish_reason)
             return
         replica = min(self._replicas, key=lambda each: len(each.live))
-        live = self._submit(replica, request, number, tokens)
+        live = self._submit(replica, request, number, tokens, truth.received_s)
         lead = number % 2 + 1 if truth.fault("utf8_split") else 0
         try:
             made = 0
@@ -219,7 +227,7 @@ class SimulatedEngine:
                 self._zero = [replica.counters() for replica in self._replicas]
         return self._count - 1
 
-    def _submit(self, replica: Replica, request: GenerationRequest, number: int, tokens: int) -> Live:
+    def _submit(self, replica: Replica, request: GenerationRequest, number: int, tokens: int, received_s: float) -> Live:
         reason = replica.scheduler.refuses(len(request.prompt_ids), tokens)
         if reason:
             raise RequestError(reason, field="max_tokens")
@@ -228,7 +236,7 @@ class SimulatedEngine:
         )
         sequence = Running(
             number,
-            time.monotonic(),
+            received_s,
             input_tokens=len(request.prompt_ids),
             output_tokens=tokens,
             steps=self._acceptance.steps(tokens - 1, request.category),

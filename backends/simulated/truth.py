@@ -31,6 +31,7 @@ class RequestTruth:
     model_last_s: float | None = None
     finish_reason: str | None = None
     ended: str = "completed"  # or: cancelled, error, cut
+    queued: bool = False  # the engine has it
     chunk_s: list[float] = field(default_factory=list)
     chunk_tokens: list[int] = field(default_factory=list)
 
@@ -82,14 +83,21 @@ class TruthLog:
 
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
+        self._open: dict[int, RequestTruth] = {}
         self.count = 0
 
     def begin(self, request_id: str, faults: tuple[Fault, ...]) -> RequestTruth:
         self.count += 1
         hitting = tuple(fault for fault in faults if fault.hits(self.count))
-        return RequestTruth(request_id or str(self.count), self.count, time.monotonic(), hitting)
+        truth = self._open[self.count] = RequestTruth(request_id or str(self.count), self.count, time.monotonic(), hitting)
+        return truth
+
+    def on_their_way(self, before_s: float) -> bool:
+        """Whether a request received by then is still being read and has not reached the engine."""
+        return any(not truth.queued and truth.received_s <= before_s for truth in self._open.values())
 
     def end(self, truth: RequestTruth) -> None:
+        self._open.pop(truth.number, None)
         if self._file is not None:
             self._file.write(truth.line())
             self._file.flush()
