@@ -26,6 +26,8 @@ def depth(findings: Findings, trace: Trace, evidence: Evidence, judgement: Judge
     found = overhead_of(findings, trace.name, evidence)
     rules = rules_of_thumb(_deployment(findings, trace, evidence), measured_side(evidence, judgement))
     return {
+        "mean_batch": evidence.mean_batch,
+        "drift": evidence.drift,
         "overhead": found.to_dict() if found else None,
         "rules_of_thumb": [rule.to_dict() for rule in rules],
         "sensitivity": _sensitivity(findings, trace.name, evidence, judgement),

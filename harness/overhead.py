@@ -52,7 +52,8 @@ class Overhead:
                 f"Speculation takes {lost:.1%} of the KV cache: {self.concurrency_ceiling_on:.0f} requests of mean length fit "
                 f"instead of {self.concurrency_ceiling_off:.0f}."
             )
-        if self.startup_off_s and self.startup_on_s and self.startup_on_s > self.startup_off_s * 1.1:
+        added_s = (self.startup_on_s or 0.0) - (self.startup_off_s or 0.0)
+        if self.startup_off_s and self.startup_on_s and added_s > max(1.0, 0.1 * self.startup_off_s):
             lines.append(
                 f"A cold start takes {self.startup_on_s:.0f} s instead of {self.startup_off_s:.0f} s "
                 "(one start each, so only a hint)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -207,4 +208,13 @@ def _trial_warnings(findings: Findings, trace: str) -> list[str]:
     trials = [t for t in findings.trials if t.load.trace == trace]
     failed = [t for t in trials if t.state == "FAIL"]
     lines = [f"{len(failed)} trials failed; the first: {failed[0].config.label()}: {failed[0].reason}"] if failed else []
-    return lines + list(dict.fromkeys(warning for t in trials for warning in t.warnings))
+    return lines + grouped([t.warnings for t in trials])
+
+
+def grouped(warnings: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each kind of warning, a kind being what it says before its first figure; `warnings` of each trial."""
+    kinds: dict[str, list[str]] = {}
+    for of_trial in warnings:
+        for warning in dict.fromkeys(of_trial):
+            kinds.setdefault(re.split(r"\d", warning, maxsplit=1)[0], []).append(warning)
+    return [found[0] if len(found) == 1 else f"{found[0]} ({len(found)} trials warn of this)" for found in kinds.values()]

@@ -9,7 +9,7 @@ from typing import Any
 
 from reports.compare import Config, Pair, candidate_of, measured, pairs_of
 from reports.rundata import RunData
-from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number, tau
+from reports.text import DASH, config_label, factor, group_label, interval, load_label, ms, number, percent, tau
 
 METRICS: Mapping[str, str] = {
     "e2e_p50": "E2E p50",
@@ -19,6 +19,9 @@ METRICS: Mapping[str, str] = {
     "goodput": "Goodput",
     "cost": "Cost per token",
 }
+
+NOTED_DRIFT = 1.03
+"""Change of the machine over the run from which on a comparison across it gets a caveat."""
 
 GRADES: Mapping[str, str] = {
     "A": "real text, arrivals, lengths and sampling, as recorded",
@@ -73,7 +76,7 @@ def answer(run: RunData, decision: Mapping[str, Any]) -> Answer:
         summary=summary(decision, any(measured(t) for t in run.trials)),
         candidate=config_label(candidate) if candidate else None,
         config=decision["config"],
-        figures=tuple(key_figures(pairs, decision["speedup"])),
+        figures=tuple(key_figures(pairs, (decision.get("depth") or {}).get("mean_batch"))),
         certainty=tuple(certainty(run, decision, pairs)),
         reasons=tuple(decision["reasons"]),
         warnings=tuple(decision["warnings"]),
@@ -124,12 +127,12 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     return f"A tie: {name} has a speed-up of {factor(value)}, and its {spread} includes 1."
 
 
-def key_figures(pairs: list[Pair], speedup: Mapping[str, Any] | None) -> list[KeyFigure]:
-    """Latency at the trace's own load where it was replayed, throughput in closed loop nearest to that load's batch size."""
+def key_figures(pairs: list[Pair], mean_batch: float | None) -> list[KeyFigure]:
+    """Latency at the trace's own load where it was replayed, throughput in closed loop nearest to that load's mean batch size."""
     if not pairs:
         return []
     open_loop = next((p for p in pairs if p.on["load"]["mode"] == "trace"), None)
-    closed = _nearest(pairs, open_loop)
+    closed = _nearest(pairs, open_loop, mean_batch)
     latency = open_loop or closed
     rows: list[KeyFigure] = []
     if latency:
@@ -147,11 +150,11 @@ def key_figures(pairs: list[Pair], speedup: Mapping[str, Any] | None) -> list[Ke
     return rows
 
 
-def _nearest(pairs: list[Pair], open_loop: Pair | None) -> Pair | None:
+def _nearest(pairs: list[Pair], open_loop: Pair | None, mean_batch: float | None) -> Pair | None:
     closed = [p for p in pairs if p.on["load"]["mode"] == "closed"]
     if not closed:
         return None
-    mean = (open_loop.off["metrics"]["batch_size"] or {}).get("mean") if open_loop else None
+    mean = mean_batch or ((open_loop.off["metrics"]["batch_size"] or {}).get("mean") if open_loop else None)
     if not mean:
         return closed[len(closed) // 2]
     return min(closed, key=lambda p: abs(math.log(p.on["load"]["concurrency"] / max(mean, 1.0))))
@@ -208,6 +211,12 @@ def certainty(run: RunData, decision: Mapping[str, Any], pairs: list[Pair]) -> l
         counts = sorted({p.on["metrics"]["requests"]["completed"] for p in pairs})
         requests = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
         lines.append(f"On and off were compared at {len(pairs)} loads with {requests} completed requests each.")
+    drift = (decision.get("depth") or {}).get("drift") or 1.0
+    if drift > NOTED_DRIFT and any(p.on["load"]["mode"] == "trace" and p.off["role"] == "baseline" for p in pairs):
+        lines.append(
+            f"At the trace's own load off was replayed at the start of the run and on at its end; the machine changed by "
+            f"{percent(drift - 1)} in between, so that comparison is only a hint."
+        )
     workload = next((w for w in run.result["workloads"] if w["trace"] == decision["trace"]), None)
     if workload and workload["content_grade"]:
         grade = workload["content_grade"]

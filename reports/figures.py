@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -313,19 +313,22 @@ def replicas(chart_id: str, sides: Mapping[str, Sequence[Mapping[str, Any]]], *,
         plot,
         (columns, rows),
         where=where,
-        table=Table(("Replicas, time ×", "p95 minute", "busiest minute", "headroom", "USD/h"), _fleet_rows(sides)),
+        table=_fleet_table(sides),
     )
 
 
-def _fleet_rows(sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(
-        (
-            f"{side}, {row['time_scale']:g}",
-            number(row["replicas_p95"]),
-            number(row["replicas_peak"]),
-            percent(row["headroom"]),
-            number(row["usd_per_hour"]),
-        )
-        for side, fleet in sides.items()
-        for row in fleet
-    )
+def _fleet_table(sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    """A row for each time scale, the figures of off and on beside each other; prices where there are any."""
+    figures: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("p95 minute", "replicas_p95", number),
+        ("busiest minute", "replicas_peak", number),
+        ("headroom", "headroom", percent),
+    ]
+    if any(row["usd_per_hour"] is not None for fleet in sides.values() for row in fleet):
+        figures.append(("USD/h", "usd_per_hour", number))
+    columns = [f"{title}, {side}" for title, _, _ in figures for side in sides]
+    rows = [
+        (f"{together[0]['time_scale']:g}", *(show(row[name]) for _, name, show in figures for row in together))
+        for together in zip(*sides.values(), strict=True)
+    ]
+    return Table(("time ×", *columns), tuple(rows))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from harness.decide import BatchEvidence, Ratio
 from harness.overhead import overhead, regime_of, step_elasticity
+from harness.result import grouped
 from harness.rules_of_thumb import Deployment, grounded_share, rules_of_thumb
 from harness.sensitivity import acceptance_what_ifs, load_what_ifs, tau_with
 
@@ -126,3 +127,9 @@ def test_more_load_moves_along_the_measured_curve_and_never_beyond_it() -> None:
     _, beyond = load_what_ifs(Ratio(1.0, (0.99, 1.01)), curve, mean_batch=12.0)
     assert beyond.speedup is None
     assert beyond.note == "beyond the measured batch sizes"
+
+
+def test_warnings_of_one_kind_are_one_line() -> None:
+    stable = ["warm-up did not become stable: ms per step 4.1", "warm-up did not become stable: ms per step 7.5"]
+    found = grouped([[stable[0]], [stable[1], "the draft is dead"], ["the draft is dead"], ["another thing"]])
+    assert found == [f"{stable[0]} (2 trials warn of this)", "the draft is dead (2 trials warn of this)", "another thing"]

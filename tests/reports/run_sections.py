@@ -110,6 +110,8 @@ def diagnosis(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def depth() -> dict[str, Any]:
     return {
+        "mean_batch": 3.1,
+        "drift": 1.01,
         "overhead": {
             "regime": "between",
             "step_time_elasticity": 0.5,

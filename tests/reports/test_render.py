@@ -267,9 +267,10 @@ def test_losslessness_and_diagnosis_are_told_with_their_figures(rendered: dict[s
 def test_capacity_says_what_passes_what_fails_and_what_it_costs(rendered: dict[str, Path]) -> None:
     text = page_of(rendered["plain"]).text
     assert "Limits: TPOT P95 40.0 ms." in text
-    assert "off 1.50 4 in flight 1.80 16 in flight 1.65 TPOT P95 1.90 requests/s: breaks tpot_p95 9.26" in text
+    assert "off 1.50 4 in flight 1.80 16 in flight 1.65 TPOT P95 1.90 requests/s: breaks TPOT P95 9.26" in text
     assert "on 3.00 4 in flight 3.60 16 in flight 3.30 TPOT P95 1.90 requests/s: within the limits 4.63" in text
-    assert "off, 0.5 2 2 25.0 % 5.00" in text
+    assert "time × p95 minute, off p95 minute, on busiest minute, off" in text
+    assert "0.5 2 1 2 1 25.0 % 25.0 % 5.00 2.50" in text
 
 
 def test_the_launch_is_there_to_paste_into_a_container_and_with_its_schedule(rendered: dict[str, Path]) -> None:
@@ -304,3 +305,10 @@ def test_several_runs_are_shown_side_by_side_with_what_sets_them_apart(tmp_path:
 def test_interference_says_who_waits_for_whom(rendered: dict[str, Path]) -> None:
     text = page_of(rendered["plain"]).text
     assert "reference : draft model, K = 1 on 30.0 – 31.0 33.0 1,200 0.0 % 2,000 1,150 prefill first" in text
+
+
+def test_a_comparison_across_the_machines_drift_gets_a_caveat(tmp_path: Path) -> None:
+    caveat = "so that comparison is only a hint"
+    assert caveat not in rendered_with(tmp_path / "a", lambda result: None).text
+    page = rendered_with(tmp_path / "b", lambda result: result["decisions"][0]["depth"].update(drift=1.37))
+    assert "the machine changed by 37.0 % in between" in page.text
