@@ -142,7 +142,7 @@ def test_a_chunk_is_not_a_step(models: Path, tmp_path: Path) -> None:
     requests = [Request(**{**_fields(r), "sampling": {"temperature": 0, "ignore_eos": True}}) for r in requests]
     load = Load(mode="closed", trace="test", concurrency=8)
     with running(config(models / "target", "ngram", 4), tmp_path) as endpoint:
-        result = uvloop.run(replay(endpoint, requests, load, ReplayOptions(processes=1)))
+        result = uvloop.run(replay(endpoint, requests, load, ReplayOptions()))
     assert result.counters is not None
     records = [*result.records, *result.lead]
     tokens = sum(record.output_tokens or 0 for record in records)
