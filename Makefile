@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 SGLANG_VENV := .venv-sglang
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test test-slow test-engines lint clean
+.PHONY: demo test test-slow test-engines gate-check lint clean
 
 demo: $(VENV)/.installed
 	$(PY) tune.py --trace workloads/samples/demo.jsonl --out $(DEMO_OUT) \
@@ -34,6 +34,10 @@ $(VLLM_VENV)/.installed:
 $(SGLANG_VENV)/.installed:
 	bash tests/engines/install_sglang.sh $(SGLANG_VENV)
 	touch $@
+
+# The engine against itself must not be red, and a spoiled drafter must be; some ten minutes.
+gate-check: $(VENV)/.installed-test
+	$(PY) -m benchmarks.gate_real --equal 1 --faults draft --out runs/gates
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .

@@ -31,7 +31,7 @@ class Case:
 
 FAULTS = {
     "slow": Case("step 8 % slower", FAULTY.format("--slow-step 0.08"), "step_cost"),
-    "draft": Case("30 % of drafts spoiled", FAULTY.format("--spoil-drafts 0.3"), "acceptance"),
+    "draft": Case("60 % of drafts spoiled", FAULTY.format("--spoil-drafts 0.6"), "acceptance"),
 }
 
 
