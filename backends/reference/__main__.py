@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, help="longest prompt plus output (default: the model's context)")
     add("--max-num-batched-tokens", type=int, default=512, help="prompt tokens plus decoding sequences of one step")
     add("--chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
+    add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="copy what prompts have in common")
     add("--kv-cache-tokens", type=int, help="capacity of the KV cache (default: a quarter of the memory)")
     add("--ngram-min", type=int, default=DEFAULT_MIN_N)
     add("--ngram-max", type=int, default=DEFAULT_MAX_N)

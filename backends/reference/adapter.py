@@ -70,6 +70,7 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
     argv += ["--draft-quantization", config.draft_quantization]
     argv += ["--quantization", config.weight_quantization]
     argv.append("--chunked-prefill" if config.chunked_prefill else "--no-chunked-prefill")
+    argv.append("--prefix-caching" if config.prefix_caching else "--no-prefix-caching")
     for name, value in config.extra.items():
         argv += [f"--{name.replace('_', '-')}", json.dumps(value) if name == "k_schedule" else str(value)]
     path = os.pathsep.join(filter(None, (str(_CHECKOUT), os.environ.get("PYTHONPATH"))))
@@ -101,6 +102,7 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
         "quantization": config.weight_quantization,
         "max_num_seqs": str(config.max_num_seqs),
         "chunked_prefill": str(config.chunked_prefill),
+        "prefix_caching": str(config.prefix_caching),
     }
     warnings = tuple(f"asked for {key}={value}, runs {settings[key]}" for key, value in asked.items() if settings[key] != value)
     if settings["forced_acceptance"] != "()":

@@ -28,6 +28,9 @@ from backends.types import ConfigError
 KV_SHARE_OF_MEMORY = 0.25
 """Part of the memory that keys and values may fill where the user sets no capacity."""
 
+LEAST_PREFIX = 16
+"""Common tokens below which copying them costs more than it saves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -52,6 +55,8 @@ class Counters:
     accepted_per_position: list[int] = field(default_factory=list)
     engine_steps: int = 0  # steps in which a sequence decoded
     prompt_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
     preemptions: int = 0
 
 
@@ -88,7 +93,7 @@ class Engine:
             options.draft_tokens,
             options.k_schedule,
         )
-        self.scheduler = Scheduler(limits)
+        self.scheduler = Scheduler(limits, self._take_over)
         self.counters = Counters(accepted_per_position=[0] * options.k)
         self.clock = StepClock(self.model.device, options.step_log)
         self._ids = count()
@@ -189,6 +194,19 @@ class Engine:
             prompt=sum(n for _, n in plan.prefills),
         )
         return outputs
+
+    def _take_over(self, sequence: Sequence, slot: int, common: int) -> int:
+        """Copy what a slot has of the sequence's first `common` tokens, as far as it is worth it and the drafter can follow."""
+        if common < LEAST_PREFIX or not self.options.prefix_caching:
+            common = 0
+        rows = self.drafter.adopt(sequence, slot, common)
+        self.cache.copy_rows(slot, sequence.slot, rows)
+        if sequence.reused is None:
+            sequence.reused = rows
+            self.counters.prompt_tokens += rows
+            self.counters.prefix_hit_tokens += rows
+            self.counters.prefix_query_tokens += sequence.prompt_tokens
+        return rows
 
     def _forward(self, plan: Plan, drafts: list[Draft]) -> Pass:
         pieces = [Piece(s.slot, s.computed, s.tokens[s.computed : s.computed + n]) for s, n in plan.prefills]

@@ -46,6 +46,12 @@ class KVCache:
         view = self._layers[layer][slot : slot + count, :length]
         return view[:, :, 0].transpose(1, 2), view[:, :, 1].transpose(1, 2)
 
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """The first `rows` rows of slot `source` become those of slot `target`."""
+        if source != target and rows:
+            for layer in self._layers:
+                layer[target, :rows] = layer[source, :rows]
+
     def keep_paths(self, accepted: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """For each (slot, base, nodes of an accepted tree path) move rows base + node to base + 1, base + 2, ... A chain's rows lie
         right already."""

@@ -18,7 +18,9 @@ COUNTERS = {
     "draft_tokens": "Tokens drafted",
     "accepted_tokens": "Draft tokens emitted",
     "engine_steps": "Steps in which a sequence decoded",
-    "prompt_tokens": "Prompt tokens computed, once for each request",
+    "prompt_tokens": "Prompt tokens computed or taken over, once for each request",
+    "prefix_query_tokens": "Prompt tokens of requests that were given a slot",
+    "prefix_hit_tokens": "Those of them that another request had computed",
     "preemptions": "Sequences that lost their KV rows and were recomputed",
 }
 

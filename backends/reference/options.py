@@ -45,6 +45,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     chunked_prefill: bool = True
+    prefix_caching: bool = True
     kv_cache_tokens: int | None = None
     ngram_min: int = DEFAULT_MIN_N
     ngram_max: int = DEFAULT_MAX_N

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.k_schedule import k_at
@@ -33,12 +34,19 @@ class Plan:
     decodes: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
+TakeOver = Callable[[Sequence, int, int], int]
+"""(sequence that was just given a slot, a slot, how many first tokens that one's KV rows have in common with it) -> how many
+tokens it need not compute."""
+
+
 class Scheduler:
     """First come, first served. With chunked prefill prompts fill what decoding leaves of the budget; without it whole prompts
     go first, in steps of their own, and decoding waits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, take_over: TakeOver) -> None:
         self.limits = limits
+        self._take_over = take_over
+        self._held: dict[int, list[int]] = {}  # free slot -> the tokens whose rows it still has
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self._free_slots = list(range(limits.max_num_seqs))
@@ -95,9 +103,17 @@ class Scheduler:
 
     def _admit(self) -> Sequence:
         sequence = self.waiting.popleft()
+        slot, common = self._longest_prefix(sequence.tokens[:-1])  # the last token's hidden state is always needed
         sequence.slot = heapq.heappop(self._free_slots)
         self.running.append(sequence)
+        sequence.computed = self._take_over(sequence, slot, common)
+        self._held.pop(sequence.slot, None)
         return sequence
+
+    def _longest_prefix(self, tokens: list[int]) -> tuple[int, int]:
+        """A slot whose rows have most first tokens in common with `tokens`, and how many."""
+        rows = [*self._held.items(), *((s.slot, s.tokens[: s.computed]) for s in self.running)]
+        return max(((slot, _common(tokens, held)) for slot, held in rows), key=lambda item: item[1], default=(0, 0))
 
     def _preempt(self) -> list[Sequence]:
         """Last admitted, first out; its tokens are kept and recomputed later. One sequence alone always fits."""
@@ -112,7 +128,20 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
+        self._held[sequence.slot] = sequence.tokens[: sequence.computed]
         sequence.slot, sequence.computed = -1, 0
 
     def _rows(self, sequence: Sequence) -> int:
         return len(sequence.tokens) + self.limits.draft_rows
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix, by bisection over slices, which compare fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -21,6 +21,7 @@ class Sequence:
     text: TextStream
     slot: int = -1  # -1: not running
     computed: int = 0
+    reused: int | None = None  # tokens of the prompt that another sequence had computed; None: never had a slot
     finish_reason: str | None = field(default=None)
 
     @property

@@ -53,6 +53,9 @@ class Autoregressive:
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         self.cache.observe(sequence, rows, captured or [hidden])
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        return self.cache.adopt(sequence, slot, rows)
+
     def forget(self, sequence: Sequence) -> None:
         self.cache.forget(sequence)
 

@@ -28,6 +28,14 @@ class Drafter(Protocol):
         left out. `sequence.tokens` already holds what the step emitted."""
         ...
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        """Called when a sequence is given its slot, before its first step there. Its first `rows` tokens are those that `slot`
+        (its own, perhaps) begins with: take over what is kept for them there.
+
+        Returns for how many of them, at most `rows`, the drafter needs no `observe`.
+        """
+        ...
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended or lost its slot."""
         ...

@@ -21,7 +21,9 @@ class DraftModel:
         self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device)
         self._vocab_size = vocab_size
         self._choice = Choice(vocab_size, None, rejection)
-        self._seen: dict[int, tuple[int, list[int]]] = {}  # sequence id -> (tokens in the cache, draft rows after them)
+        self._seen: list[tuple[int, list[int]]] = [
+            (0, [])
+        ] * slots  # of each slot: tokens in the cache, drafts in rows after them
 
     def propose(self, work: list[tuple[Sequence, int]]) -> list[Draft]:
         """The first pass takes in whatever the cache lacks: the prompt once, then one or two tokens (after a fully accepted
@@ -40,17 +42,23 @@ class DraftModel:
             pieces = [Piece(s.slot, len(s.tokens) + len(drafts[i]) - 1, drafts[i][-1:]) for i in active for s in (work[i][0],)]
         for (sequence, limit), draft in zip(work, drafts, strict=True):
             if limit > 0:
-                self._seen[sequence.id] = (len(sequence.tokens), draft[:-1])
+                self._seen[sequence.slot] = (len(sequence.tokens), draft[:-1])
         return [chain(tokens, drawn) for tokens, drawn in zip(drafts, laws, strict=True)]
 
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         pass
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        usable = min(rows, self._seen[slot][0])
+        self._cache.copy_rows(slot, sequence.slot, usable)
+        self._seen[sequence.slot] = (usable, [])
+        return rows
+
     def forget(self, sequence: Sequence) -> None:
-        self._seen.pop(sequence.id, None)
+        pass
 
     def _catch_up(self, sequence: Sequence) -> Piece:
-        known, drafted = self._seen.get(sequence.id, (0, []))
+        known, drafted = self._seen[sequence.slot]
         for token, actual in zip(drafted, sequence.tokens[known:], strict=False):
             if token != actual:
                 break

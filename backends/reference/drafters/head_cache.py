@@ -56,17 +56,22 @@ class HeadCache:
         self._head = head
         self._dtype, self._device = dtype, device
         self._kv = KVCache(shape, slots=slots, rows=rows, dtype=dtype, device=device)
-        self._taken: dict[int, int] = {}  # sequence id -> true rows in the cache
-        self._waiting: dict[
-            int, list[tuple[list[Tensor], list[int]]]
-        ] = {}  # -> (the target's streams of a step, its rows there)
+        self._taken = [0] * slots  # true rows in each slot
+        # sequence id -> (the target's streams of a step, the sequence's rows there)
+        self._waiting: dict[int, list[tuple[list[Tensor], list[int]]]] = {}
 
     def observe(self, sequence: Sequence, rows: list[int], streams: list[Tensor]) -> None:
         """The target ran `rows` of `streams`, [n, width] each: the sequence's next tokens."""
         self._waiting.setdefault(sequence.id, []).append((streams, rows))
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        """As `Drafter.adopt`. Row t needs token t + 1 too, so that the last common token's row is another."""
+        usable = min(max(0, rows - 1), self._taken[slot])
+        self._kv.copy_rows(slot, sequence.slot, usable)
+        self._taken[sequence.slot] = usable
+        return usable
+
     def forget(self, sequence: Sequence) -> None:
-        self._taken.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
 
     def due(self, work: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
@@ -78,9 +83,9 @@ class HeadCache:
         """The rows that each sequence lacks, as pieces, and the fused hidden states [n, hidden] for them. Counts them as taken."""
         pieces = []
         for sequence in sequences:
-            taken = self._taken.get(sequence.id, 0)
+            taken = self._taken[sequence.slot]
             pieces.append(Piece(sequence.slot, taken, sequence.tokens[taken + 1 :]))
-            self._taken[sequence.id] = len(sequence.tokens) - 1
+            self._taken[sequence.slot] = len(sequence.tokens) - 1
         return pieces, self._head.fuse(self._take(sequences))
 
     def run(self, pieces: list[Piece], hidden: Tensor, embedded: Tensor | None = None) -> Tensor:

@@ -26,6 +26,9 @@ class Lookup:
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         pass
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        return rows
+
     def forget(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence.id, None)
 

@@ -40,6 +40,9 @@ class MedusaHeads:
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         self._hidden[sequence.id] = hidden, rows[-1]
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        return rows
+
     def forget(self, sequence: Sequence) -> None:
         self._hidden.pop(sequence.id, None)
 

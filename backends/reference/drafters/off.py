@@ -17,5 +17,8 @@ class Off:
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         pass
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        return rows
+
     def forget(self, sequence: Sequence) -> None:
         pass

@@ -49,6 +49,9 @@ class Parallel:
     def observe(self, sequence: Sequence, rows: list[int], hidden: Tensor, captured: list[Tensor]) -> None:
         self.cache.observe(sequence, rows, captured)
 
+    def adopt(self, sequence: Sequence, slot: int, rows: int) -> int:
+        return self.cache.adopt(sequence, slot, rows)
+
     def forget(self, sequence: Sequence) -> None:
         self.cache.forget(sequence)
 

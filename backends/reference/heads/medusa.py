@@ -37,7 +37,8 @@ class Medusa(nn.Module):
     def logits(self, outputs: list[Tensor]) -> Tensor:
         """[heads, ..., draft_vocab]; `target_ids` translates. Heads that share an LM head are one product; the first few alone are fine."""
         if len(self.heads) == 1:
-            return self.heads[0](torch.stack(outputs))
+            together = torch.stack(outputs)
+            return self.heads[0](together.flatten(0, -2)).unflatten(0, together.shape[:-1])
         return torch.stack([head(x) for head, x in zip(self.heads, outputs, strict=False)])
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

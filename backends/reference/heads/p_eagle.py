@@ -39,7 +39,7 @@ class PEagle(nn.Module):
 
     def mask_rows(self, count: int) -> tuple[Tensor, Tensor]:
         """Embedded and hidden, [count, hidden] each, of the rows after the verified ones."""
-        shared = self.body.fuse(self.mask_hidden.chunk(self.body.options.streams))
+        shared = self.body.fuse(self.mask_hidden[None].chunk(self.body.options.streams, -1))
         return self.mask_embedding.expand(count, -1), shared.expand(count, -1)
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:

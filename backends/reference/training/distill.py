@@ -80,6 +80,9 @@ class Recorder:
         seen = torch.stack([stream[rows] for stream in (*captured, hidden)], dim=1)
         self._rows.setdefault(sequence.id, []).append(seen.to(torch.bfloat16))
 
+    def adopt(self, sequence: Running, slot: int, rows: int) -> int:
+        return 0  # every token's hidden state is wanted
+
     def forget(self, sequence: Running) -> None:
         pass
 
