@@ -97,7 +97,8 @@ def tune(
     draft: Annotated[
         list[str] | None,
         typer.Option(
-            help="Draft checkpoint: VARIANT=ID_OR_PATH; draft_model=self-int4 drafts with the target's own int4 copy.",
+            help="Draft checkpoint: VARIANT=ID_OR_PATH; draft_model=self-int4 drafts with the target's own int4 copy, "
+            "VARIANT=demo with the head shipped for the demo model (its default).",
             rich_help_panel=_ENGINE,
         ),
     ] = None,

@@ -12,7 +12,7 @@ from backends.preflight import preflight
 from backends.reference.tokenizer import Tokenizer
 from backends.types import ServingConfig, WorkloadFacts
 from harness.context import prompt_ids
-from harness.job import facts_of, resolve_model
+from harness.job import facts_of, resolve_draft, resolve_model
 from harness.offline import Acceptance, ngram_acceptance, pool, record, suffix_acceptance
 from workloads.load import load_trace
 from workloads.profile import profile
@@ -71,7 +71,8 @@ def print_preflight(
     target = resolve_model(model)
     configs = [ServingConfig(backend=backend, model=target)]
     configs += [
-        ServingConfig(backend=backend, model=target, variant=variant, k=k, draft=draft) for variant, draft in drafts.items()
+        ServingConfig(backend=backend, model=target, variant=variant, k=k, draft=resolve_draft(variant, draft))
+        for variant, draft in drafts.items()
     ]
     outputs = [r.output_text for t in traces.values() for r in t.requests() if r.output_text]
     memory = int(gpu_memory_gib * 2**30) if gpu_memory_gib else None

@@ -48,7 +48,7 @@ def prepare(settings: RunSettings) -> Job:
     Raises:
         WorkloadError, ConfigError: what cannot work, in one line.
     """
-    settings = replace(settings, model=resolve_model(settings.model))
+    settings = replace(settings, model=resolve_model(settings.model), drafts=resolve_drafts(settings))
     traces = load_traces(settings)
     parts = {name: split(trace, settings) for name, trace in traces.items()}
     for name, trace in traces.items():
@@ -156,6 +156,28 @@ def resolve_model(model: str) -> str:
     from backends.reference.demo_model import demo_model_dir
 
     return str(demo_model_dir())
+
+
+def resolve_drafts(settings: RunSettings) -> dict[str, str]:
+    """Drafts by variant: `demo` is the head that is shipped for the demo model, which is also what the demo model gets unasked.
+
+    Raises:
+        ConfigError: no such head is shipped.
+    """
+    drafts = dict(settings.drafts)
+    if settings.model == "demo" and not settings.endpoints:
+        takes = settings.takes_draft
+        drafts |= {variant: "demo" for variant in settings.variants if variant in takes and variant not in drafts}
+    return {variant: resolve_draft(variant, draft) for variant, draft in drafts.items()}
+
+
+def resolve_draft(variant: str, draft: str) -> str:
+    """`demo` -> the directory of the head shipped for the demo model, made on first use; anything else as it is."""
+    if draft != "demo":
+        return draft
+    from backends.reference.demo_heads import demo_head_dir
+
+    return str(demo_head_dir(variant))
 
 
 def facts_of(traces: Mapping[str, Trace], max_output_tokens: int | None) -> WorkloadFacts:

@@ -68,14 +68,19 @@ class RunSettings:
         self._check_names()
         self._check_numbers()
         for variant in self.variants:
-            if variant in NEEDS_DRAFT and variant not in self.drafts and not self.endpoints:
+            if variant in NEEDS_DRAFT and variant not in self.drafts and not self.endpoints and self.model != "demo":
                 hint = " ('self-int4' drafts with the target's own int4 copy)" if variant == "draft_model" else ""
                 raise ConfigError(f"variant '{variant}' needs a draft: add --draft {variant}=ID_OR_PATH{hint}")
         for variant in self.drafts:
-            if variant not in NEEDS_DRAFT:
+            if variant not in self.takes_draft:
                 raise ConfigError(f"--draft {variant}=...: '{variant}' is no variant that takes a draft checkpoint")
 
         self._check_endpoints()
+
+    @property
+    def takes_draft(self) -> frozenset[str]:
+        """Variants with a draft checkpoint. Servers find MTP modules in the target's own; the reference engine takes them apart, too."""
+        return NEEDS_DRAFT | {"mtp"} if set(self.backends) == {"reference"} else NEEDS_DRAFT
 
     def _check_endpoints(self) -> None:
         if not self.endpoints:

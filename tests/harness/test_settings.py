@@ -72,7 +72,7 @@ def settings(**changes: object) -> RunSettings:
     [
         ({"variants": ("off", "eagle9")}, "--variants: unknown 'eagle9'; choose from off, ngram"),
         ({"backends": ("llamacpp",)}, "--backend: unknown 'llamacpp'"),
-        ({"variants": ("draft_model",)}, "draft_model=ID_OR_PATH"),
+        ({"variants": ("draft_model",), "model": "org/target"}, "draft_model=ID_OR_PATH"),
         ({"drafts": {"ngram": "x"}}, "'ngram' is no variant that takes a draft"),
         ({"batch_sizes": (1, 128)}, "128 is above --max-num-seqs 64"),
         ({"k": (0, 2)}, "--k"),

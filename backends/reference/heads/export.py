@@ -17,20 +17,20 @@ from torch import Tensor
 from backends.reference.config import read_json
 from backends.reference.heads import layouts
 from backends.reference.heads.block import Shape
-from backends.reference.heads.files import SCALE, TargetWeights
+from backends.reference.heads.files import SCALE, HeadFile, TargetWeights
 
+MASK_EMBEDDING = "mask_embedding"
+"""P-EAGLE's one trained embedding row: in the published layout it stands in a copy of the whole embedding."""
+WHOLE_MODELS = ("mtp", "draft_model")
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """`own` tensors are what training made, `borrowed` are the target's. `whole_model`: the head is a model, or part of its target's
-    checkpoint, and needs the target's other files."""
+    """What training made, under published names. Its target's part is `borrowed`."""
 
     own: State
-    borrowed: State
     config: dict[str, Any]
-    whole_model: bool = False
 
 
 def published(variant: str, state: State, shape: Shape, token_map: Tensor, target: TargetWeights, mask_token: int) -> Published:
@@ -62,15 +62,53 @@ def round_int8(weight: Tensor) -> Tensor:
     return q * scale[:, None]
 
 
-def write_published(folder: Path, head: Published, target: TargetWeights) -> None:
-    """Everything in bf16; a head that lives in a model's checkpoint comes with the whole model."""
-    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in (head.own | head.borrowed).items()}
-    if head.whole_model:
+def write_published(folder: Path, variant: str, head: Published, target: TargetWeights) -> None:
+    """Everything in bf16; a head that is a model, or lives in its target's checkpoint, comes with the target's tokenizer."""
+    tensors = {name: tensor for name, tensor in head.own.items() if name != MASK_EMBEDDING} | borrowed(variant, head, target)
+    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    if variant in WHOLE_MODELS:
         for path in target.folder.glob("*.json"):
             if path.name not in ("config.json", "model.safetensors.index.json"):
-                folder.mkdir(parents=True, exist_ok=True)
                 shutil.copy(path, folder / path.name)
     _write(folder, tensors, head.config)
+
+
+def expand(folder: Path, variant: str, small: Path, target: TargetWeights) -> None:
+    """The published layout of a head kept small."""
+    write_published(folder, variant, Published(HeadFile(small).all(), read_json(small / "config.json")), target)
+
+
+def borrowed(variant: str, head: Published, target: TargetWeights) -> State:
+    """What the published layout repeats of the target."""
+    own, config = head.own, head.config
+    if variant == "eagle2":
+        return {}
+    if variant == "medusa":
+        return {"lm_head.weight": target.output[own["token_map"].long()]}
+    if variant == "draft_model":
+        embedding = {"model.embed_tokens.weight": target.embedding}
+        return embedding | ({} if target.config.tied_embeddings else {"lm_head.weight": target.output})
+    if variant == "mtp":
+        return _zero_biases(config) | _all_tensors(target.folder)
+    rows = {"lm_head.weight": target.output[own["d2t"] + torch.arange(len(own["d2t"]))]}
+    if variant == "p_eagle":
+        embedding = target.embedding.clone()
+        embedding[config["mask_token_id"]] = own[MASK_EMBEDDING].to(embedding.dtype)
+        rows["embed_tokens.weight"] = embedding
+    return rows
+
+
+def _zero_biases(config: dict[str, Any]) -> State:
+    """MiMo is read as Qwen2, whose q, k and v have biases."""
+    modules = config["num_nextn_predict_layers"]
+    prefixes = [f"model.layers.{i}." for i in range(config["num_hidden_layers"])] + [
+        f"model.mtp_layers.{i}." for i in range(modules)
+    ]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    return {f"{prefix}self_attn.{n}_proj.bias": torch.zeros(count) for prefix in prefixes for n, count in rows.items()}
 
 
 def _write(folder: Path, tensors: State, config: dict[str, Any]) -> None:
@@ -103,8 +141,7 @@ def _eagle3(state: State, shape: Shape, token_map: Tensor, target: TargetWeights
         "draft_vocab_size": len(token_map),
         "norm_before_residual": False,
     }
-    own = layouts.write(state, names) | _vocabulary(token_map, shape.vocab)
-    return Published(own, {"lm_head.weight": target.output[token_map]}, config)
+    return Published(layouts.write(state, names) | _vocabulary(token_map, shape.vocab), config)
 
 
 def _p_eagle(
@@ -112,18 +149,15 @@ def _p_eagle(
 ) -> Published:
     body = {name.removeprefix("body."): tensor for name, tensor in state.items() if name.startswith("body.")}
     head = _eagle3(body, shape, token_map, target, base, mask)
-    embedding = target.embedding.clone()
-    embedding[mask] = state["mask_embedding"].to(embedding.dtype)
-    own = head.own | {"mask_hidden": state["mask_hidden"][None, None], "mask_embedding": state["mask_embedding"]}
-    config = head.config | {"mask_token_id": mask, "ptd_token_id": mask}
-    return Published(own, head.borrowed | {"embed_tokens.weight": embedding}, config)
+    own = head.own | {"mask_hidden": state["mask_hidden"][None, None], MASK_EMBEDDING: state[MASK_EMBEDDING]}
+    return Published(own, head.config | {"mask_token_id": mask, "ptd_token_id": mask})
 
 
 def _eagle2(state: State, shape: Shape, token_map: Tensor, target: TargetWeights, base: dict[str, Any], _: int) -> Published:
     layers = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = layouts.eagle_names(shape, layers=layers, fc_bias="fc.bias" in state)
     config = {**base, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": layers}
-    return Published(layouts.write(state, names), {}, config)
+    return Published(layouts.write(state, names), config)
 
 
 def _medusa(state: State, shape: Shape, token_map: Tensor, target: TargetWeights, base: dict[str, Any], _: int) -> Published:
@@ -142,7 +176,7 @@ def _medusa(state: State, shape: Shape, token_map: Tensor, target: TargetWeights
         "original_lm_head": True,
         "dtype": "bfloat16",
     }
-    return Published(own | {"token_map": token_map}, {"lm_head.weight": target.output[token_map]}, config)
+    return Published(own | {"token_map": token_map}, config)
 
 
 def _medusa_parts(state: State) -> list[tuple[tuple[str, str, str], Tensor]]:
@@ -164,11 +198,7 @@ def _mtp(state: State, shape: Shape, token_map: Tensor, target: TargetWeights, b
         "tie_word_embeddings": tied,
         "use_sliding_window": False,
     }
-    own = layouts.write(state, names)
-    prefixes = [f"model.layers.{i}." for i in range(target.config.num_layers)] + [f"{prefix}{i}." for i in range(modules)]
-    rows = {"q": shape.heads * shape.head_dim, "k": shape.kv_heads * shape.head_dim, "v": shape.kv_heads * shape.head_dim}
-    zeros = {f"{p}self_attn.{n}_proj.bias": torch.zeros(count) for p in prefixes for n, count in rows.items()}
-    return Published(own, zeros | _all_tensors(target.folder), config, whole_model=True)
+    return Published(layouts.write(state, names), config)
 
 
 def _draft_model(
@@ -179,9 +209,8 @@ def _draft_model(
     for layer in range(layers):
         names += layouts.block_names(f"blocks.{layer}.", f"model.layers.{layer}.", shape)
     tied = target.config.tied_embeddings
-    borrowed = {"model.embed_tokens.weight": target.embedding} | ({} if tied else {"lm_head.weight": target.output})
     config = {**base, "num_hidden_layers": layers, "tie_word_embeddings": tied}
-    return Published(layouts.write(state, names), borrowed, config, whole_model=True)
+    return Published(layouts.write(state, names), config)
 
 
 def _all_tensors(folder: Path) -> State:

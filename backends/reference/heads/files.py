@@ -92,6 +92,11 @@ class HeadFile:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor, as if each had been taken."""
+        tensors, self._tensors = self._tensors, {}
+        return tensors
+
     def rename(self, old: str, new: str) -> None:
         """Names that start with `old` start with `new` from now on."""
         self._tensors = {

@@ -67,7 +67,7 @@ def train_head(request: Request) -> None:
     (request.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"head: {request.out / 'head'}")
     if request.export:
-        write_published(request.export, head, target)
+        write_published(request.export, settings.variant, head, target)
         (request.export / "README.md").write_text(text)
         print(f"published layout: {request.export}")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backends.reference.engine import Engine
 from backends.reference.heads.block import causal
-from backends.reference.heads.export import published, write_published, write_small
+from backends.reference.heads.export import expand, published, write_published, write_small
 from backends.reference.heads.files import TargetWeights, read_target
 from backends.reference.heads.load import load_head
 from backends.reference.loader import load_model
@@ -238,10 +238,11 @@ def test_what_is_written_is_read_back(variant: str, target: TargetWeights, tmp_p
     """The published layout exactly up to bf16, the small one up to int8; the scale of the inputs is folded in."""
     made, token_map, scale = trainee(variant, target)
     head = published(variant, finished(made, scale), shape_of(target.config), token_map, target, 7)
-    write_published(tmp_path / "whole", head, target)
+    write_published(tmp_path / "whole", variant, head, target)
     write_small(tmp_path / "small", head)
+    expand(tmp_path / "expanded", variant, tmp_path / "small", target)
     state = finished(made, scale)
-    for folder, tolerance in ((tmp_path / "whole", 2**-8), (tmp_path / "small", 1 / 127)):
+    for folder, tolerance in ((tmp_path / "whole", 2**-8), (tmp_path / "small", 1 / 127), (tmp_path / "expanded", 1 / 100)):
         loaded = load_head(folder, target, variant)
         for name, tensor in loaded.head.state_dict().items():
             if not name.endswith("head.weight") and "heads." not in name:
@@ -252,11 +253,13 @@ def test_what_is_written_is_read_back(variant: str, target: TargetWeights, tmp_p
 
 def test_a_written_draft_model_is_a_model(target: TargetWeights, tmp_path: Path) -> None:
     made, token_map, scale = trainee("draft_model", target)
-    write_published(
-        tmp_path, published("draft_model", finished(made, scale), shape_of(target.config), token_map, target, 0), target
-    )
-    assert load_model(tmp_path).config.num_layers == 3
-    assert (tmp_path / "tokenizer.json").exists()
+    head = published("draft_model", finished(made, scale), shape_of(target.config), token_map, target, 0)
+    write_published(tmp_path / "whole", "draft_model", head, target)
+    write_small(tmp_path / "small", head)
+    expand(tmp_path / "expanded", "draft_model", tmp_path / "small", target)
+    for folder in (tmp_path / "whole", tmp_path / "expanded"):
+        assert load_model(folder).config.num_layers == 3
+        assert (folder / "tokenizer.json").exists()
 
 
 @torch.no_grad()
