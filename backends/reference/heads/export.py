@@ -156,7 +156,11 @@ def _p_eagle(
 def _eagle2(state: State, shape: Shape, token_map: Tensor, target: TargetWeights, base: dict[str, Any], _: int) -> Published:
     layers = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     names = layouts.eagle_names(shape, layers=layers, fc_bias="fc.bias" in state)
-    config = {**base, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": layers}
+    config = {
+        **base,
+        "architectures": ["EagleLlamaForCausalLM"],
+        "num_hidden_layers": layers,
+    }  # vLLM; SGLang: LlamaForCausalLMEagle
     return Published(layouts.write(state, names), config)
 
 

@@ -21,21 +21,23 @@ class Batch:
     streams: Tensor  # [sequences, length, 4, hidden] bf16: low, middle, high, final
     prompt: Tensor  # [sequences] tokens
     length: Tensor  # [sequences] tokens
+    start: Tensor  # [sequences] first row that starts a draft
 
     def bases(self) -> Bases:
-        """Rows b that start a draft: token b + 1 is known output, and token b + 2 is there to be guessed."""
+        """Rows b that start a draft: token b + 1 is known, and token b + 2 is there to be guessed."""
         at = torch.arange(self.tokens.shape[1])
-        sequence, position = ((at >= self.prompt[:, None] - 1) & (at <= self.length[:, None] - 3)).nonzero(as_tuple=True)
+        sequence, position = ((at >= self.start[:, None]) & (at <= self.length[:, None] - 3)).nonzero(as_tuple=True)
         return Bases(sequence, position)
 
     def prompt_rows(self) -> tuple[Tensor, Tensor]:
         """Sequence and position of the rows before any base."""
         at = torch.arange(self.tokens.shape[1])
-        sequence, position = (at < self.prompt[:, None] - 1).nonzero(as_tuple=True)
+        sequence, position = (at < self.start[:, None]).nonzero(as_tuple=True)
         return sequence, position
 
 
-def batch(data: Distilled, examples: Sequence[Example]) -> Batch:
+def batch(data: Distilled, examples: Sequence[Example], *, prompts: bool = False) -> Batch:
+    """`prompts`: drafts start in the prompts too, after the first token, and not only in outputs."""
     longest = max(len(example.tokens) for example in examples)
     tokens = torch.zeros(len(examples), longest, dtype=torch.long)
     streams = torch.zeros(len(examples), longest, *data.features.shape[1:], dtype=torch.bfloat16)
@@ -43,7 +45,8 @@ def batch(data: Distilled, examples: Sequence[Example]) -> Batch:
         tokens[i, : len(example.tokens)] = torch.tensor(example.tokens)
         streams[i, : example.rows] = data.hidden(example)
     prompt = torch.tensor([example.prompt_tokens for example in examples])
-    return Batch(tokens, streams, prompt, torch.tensor([len(example.tokens) for example in examples]))
+    length = torch.tensor([len(example.tokens) for example in examples])
+    return Batch(tokens, streams, prompt, length, torch.ones_like(prompt) if prompts else prompt - 1)
 
 
 def usable(examples: Sequence[Example]) -> list[Example]:
@@ -51,14 +54,18 @@ def usable(examples: Sequence[Example]) -> list[Example]:
     return [example for example in examples if len(example.tokens) - example.prompt_tokens >= 3]
 
 
-def epoch(examples: Sequence[Example], rows: int, seed: int) -> list[list[Example]]:
-    """Groups of about `rows` output tokens, alike in length, in random order."""
+def epoch(examples: Sequence[Example], rows: int, seed: int, *, prompts: bool = False) -> list[list[Example]]:
+    """Groups of about `rows` tokens (output tokens without `prompts`), alike in length, in random order."""
     rng = random.Random(seed)
-    order = sorted(examples, key=lambda e: (len(e.tokens) - e.prompt_tokens) * rng.uniform(0.8, 1.25))
+
+    def counted(example: Example) -> int:
+        return len(example.tokens) - (0 if prompts else example.prompt_tokens)
+
+    order = sorted(examples, key=lambda e: counted(e) * rng.uniform(0.8, 1.25))
     groups: list[list[Example]] = [[]]
     filled = 0
     for example in order:
-        size = len(example.tokens) - example.prompt_tokens
+        size = counted(example)
         if filled and filled + size > rows:
             groups.append([])
             filled = 0

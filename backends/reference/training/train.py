@@ -37,8 +37,9 @@ OTHERS = 1024
 class Settings:
     variant: str
     epochs: float = 3.0
-    rows: int = 640  # output tokens in a batch
-    learning_rate: float = 6e-4
+    rows: int = 640  # drafts that start in a batch
+    prompts: bool = False  # whether drafts start in prompts too: twice the work of an epoch, and twice the variety
+    learning_rate: float = 2.5e-3
     draft_vocab: int = 8192
     seed: int = 0
     held_out: int = 96  # conversations simulated after each epoch
@@ -91,7 +92,7 @@ class Training:
         self.trainee: Trainee = build(settings.variant, target, self.token_map, self.scale, mask_token=settings.mask_token)
         self.output = target.output[self.token_map].to(torch.bfloat16)
         self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
         self.step, self.seconds = 0, 0.0
         if saved is not None:
             self.trainee.module.load_state_dict(saved["module"], strict=False)
@@ -101,7 +102,10 @@ class Training:
     def run(self) -> None:
         """Train to the end of the last epoch, saving every minute."""
         settings = self.settings
-        epochs = [epoch(self.train, settings.rows, settings.seed + number) for number in range(math.ceil(settings.epochs))]
+        epochs = [
+            epoch(self.train, settings.rows, settings.seed + number, prompts=settings.prompts)
+            for number in range(math.ceil(settings.epochs))
+        ]
         groups = [group for groups in epochs for group in groups]
         ends = {sum(len(groups) for groups in epochs[:number]) for number in range(1, len(epochs))}
         total = max(1, round(len(groups) * settings.epochs / len(epochs)))
@@ -124,7 +128,7 @@ class Training:
                 self._save()
 
     def _optimize(self, group: list[Example], window: Window, rate: float) -> None:
-        data = batch(self.data, group)
+        data = batch(self.data, group, prompts=self.settings.prompts)
         with torch.autocast("cpu", torch.bfloat16):
             losses = self._loss(data, window)
         self.optimizer.zero_grad(set_to_none=True)
@@ -206,7 +210,7 @@ class Training:
             return None
         saved: dict[str, Any] = torch.load(path, weights_only=True)
         fixed = {k: v for k, v in asdict(self.settings).items() if k not in ("epochs", "held_out", "k")}
-        if any(saved["settings"].get(key) != value for key, value in fixed.items()):
+        if any(saved["settings"].get(key, value) != value for key, value in fixed.items()):
             raise ConfigError(f"{self.folder} holds a run with other settings ({saved['settings']}): give another --out")
         return saved
 
