@@ -21,6 +21,7 @@ ABOUT = {
 def render(training: Training, results: Mapping[str, Any], *, model: str, prompts: str, command: str) -> str:
     """Markdown; `results` as `Training.final` gives them."""
     settings = training.settings
+    kind = "tokens" if settings.prompts else "output tokens"
     tokens = sum(len(e.tokens) - e.prompt_tokens for e in training.train)
     lines = [
         "---",
@@ -35,7 +36,7 @@ def render(training: Training, results: Mapping[str, Any], *, model: str, prompt
         "",
         f"- Trained on {len(training.train)} outputs of the target itself ({tokens} tokens, three quarters greedy, the rest at "
         f"temperature 0.8) for the prompts in {prompts}. Loops at the end of outputs were cut off.",
-        f"- Seed {settings.seed}, {training.step} steps of about {settings.rows} {'tokens' if settings.prompts else 'output tokens'}, {training.seconds / 60:.0f} minutes on "
+        f"- Seed {settings.seed}, {training.step} steps of about {settings.rows} {kind}, {training.seconds / 60:.0f} minutes on "
         "the machine that trained it (shared, so not a measure of speed).",
         f"- Command: `{command}`",
         "",
