@@ -87,15 +87,14 @@ def borrowed(variant: str, head: Published, target: TargetWeights) -> State:
     if variant == "medusa":
         return {"lm_head.weight": target.output[own["token_map"].long()]}
     if variant == "draft_model":
-        embedding = {"model.embed_tokens.weight": target.embedding}
-        return embedding | ({} if target.config.tied_embeddings else {"lm_head.weight": target.output})
+        head_rows = {} if target.config.tied_embeddings else {"lm_head.weight": target.output}
+        return {"model.embed_tokens.weight": target.embedding} | head_rows
     if variant == "mtp":
         return _zero_biases(config) | _all_tensors(target.folder)
     rows = {"lm_head.weight": target.output[own["d2t"] + torch.arange(len(own["d2t"]))]}
     if variant == "p_eagle":
-        embedding = target.embedding.clone()
-        embedding[config["mask_token_id"]] = own[MASK_EMBEDDING].to(embedding.dtype)
-        rows["embed_tokens.weight"] = embedding
+        rows["embed_tokens.weight"] = target.embedding.clone()
+        rows["embed_tokens.weight"][config["mask_token_id"]] = own[MASK_EMBEDDING].to(target.embedding.dtype)
     return rows
 
 
