@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backends.types import ServingConfig
@@ -28,6 +28,7 @@ class Findings:
     records_of: ev.RecordsOf
     trials: list[Trial] = field(default_factory=list)
     quality: dict[str, dict[str, Any]] = field(default_factory=dict)  # quantization -> against the one the user runs
+    estimates: dict[tuple[ServingConfig, int, str], float] = field(default_factory=dict)  # the funnel's speed-up of cells
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -62,7 +63,16 @@ class Findings:
             config: ev.by_batch(self.trials, trace, config, ("baseline", "search"), self.objectives[0], self.records_of)
             for config in self.space.candidates
         }
-        return {config: evidence for config, evidence in rows.items() if evidence}
+        return {
+            config: tuple(self._with_estimate(trace, config, row) for row in evidence)
+            for config, evidence in rows.items()
+            if evidence
+        }
+
+    def _with_estimate(self, trace: str, config: ServingConfig, row: BatchEvidence) -> BatchEvidence:
+        """The funnel's loads are short: its estimate from all of them says more of a cell than the cell's own few requests."""
+        estimate = self.estimates.get((config, row.batch_size, trace))
+        return row if estimate is None else replace(row, speedup=Ratio(estimate, None))
 
     def evidence(self, trace: str, finalist: ServingConfig) -> Evidence:
         return ev.evidence_of(
@@ -104,7 +114,7 @@ class Findings:
         for config in self.space.candidates:
             total = sum(ev.score(evidence[name].get(config, ()), weights[name]) for name in traces)
             held = best.get(group_key(config))
-            if total == float("-inf") or not self._meets_slo(config):
+            if total == float("-inf") or not self.meets_slo(config):
                 continue
             # Within 1 % the smaller K wins: candidates come in ascending K.
             if held is None or total > held[0] + 0.01 * len(traces):
@@ -128,7 +138,7 @@ class Findings:
             total += weight * math.log(trials[-1].metrics["e2e_s"]["p50"])
         return total
 
-    def _meets_slo(self, config: ServingConfig) -> bool:
+    def meets_slo(self, config: ServingConfig) -> bool:
         """Whether no search trial of this configuration broke a limit the user set."""
         for trial in self.trials:
             if trial.config != config or trial.stage != "search" or trial.metrics is None:

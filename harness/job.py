@@ -104,7 +104,7 @@ def run_job(settings: RunSettings, render: Callable[[Path], None]) -> None:
 def print_plan(settings: RunSettings) -> None:
     """Print what a run would start and take. Starts and writes nothing."""
     job = prepare(settings)
-    cells = visits(job.space, settings.strategy, settings.max_trials)
+    cells = visits(job.space, "tpe" if settings.strategy == "funnel" else settings.strategy, settings.max_trials)
     plan = estimate(job.space, job.settings, job.traces, cells)
     gpus = len(environment()["gpu"])
     for line in plan.lines(settings.gpu_hourly_usd, gpus):

@@ -112,6 +112,8 @@ class Lab:
         if trial is None:
             common = {"role": role, "config": config, "load": load, "key": key, "stage": stage, "requests": tuple(indices)}
             trial = self._run(common)
+        elif trial.state == "PRUNED":  # by an earlier run; whether this one prunes it will be seen
+            trial = self.store.update(replace(trial, state="COMPLETE", reason=None))
         if trial not in self.trials:
             self.trials.append(trial)
         return trial
@@ -139,16 +141,22 @@ class Lab:
         self.progress.step(_summary(trial), time.monotonic() - begun)
         return trial
 
-    def _key(self, config: ServingConfig, load: Load, indices: Sequence[int], stage: str) -> str:
+    def conditions(self) -> dict[str, Any]:
+        """All that shapes every trial's numbers beside configuration, load and requests."""
         asked = self.settings
-        conditions = {
-            "stage": stage,
+        return {
             "model": self._identity,
             "part": [asked.format, asked.window, asked.limit, asked.thin, asked.jitter_s, asked.time_unit, asked.prompts],
             "max_output_tokens": asked.max_output_tokens,
-            "base_args": asked.base_args.get(config.backend, ()),
-            "engine": asked.engines.get(config.backend),
             "seed": asked.seed,
+        }
+
+    def _key(self, config: ServingConfig, load: Load, indices: Sequence[int], stage: str) -> str:
+        conditions = {
+            **self.conditions(),
+            "stage": stage,
+            "base_args": self.settings.base_args.get(config.backend, ()),
+            "engine": self.settings.engines.get(config.backend),
         }
         return trial_key(config, load, self.traces[load.trace].sha256, indices, conditions)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from backends.findings import Finding
+from backends.types import ServingConfig
 from harness.audits import LosslessnessAudit
 from harness.findings import Finalists, Findings, closed_load, open_load
+from harness.funnel.stage import FunnelStage
 from harness.interference_probe import InterferenceProbe
 from harness.lab import Lab
 from harness.probes import AcceptanceProbes
@@ -18,7 +21,7 @@ from harness.progress import RunProgress
 from harness.quality import measure_quality
 from harness.result import build_result
 from harness.result_schema import validate
-from harness.search import Cell, open_storage, search
+from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, search
 from harness.settings import RunSettings
 from harness.space import Space
 from harness.store import RunStore
@@ -62,6 +65,18 @@ class Run:
         self.probes = AcceptanceProbes(self.lab, store, requests, self.findings.trials)
         self.interference = InterferenceProbe(self.lab, store, requests, settings.seed)
         self.began = time.monotonic()
+        self.storage = open_storage(settings.storage, store.directory)
+        self.funnel = FunnelStage(
+            settings=settings,
+            space=space,
+            findings=self.findings,
+            lab=self.lab,
+            parts=parts,
+            store=store,
+            progress=progress,
+            study=self._study,
+            stop=self._stop,
+        )
 
     def execute(self, preflight: Sequence[Finding] = (), command: str = "") -> dict[str, Any]:
         """Run all stages, write `result.json` and return it. `preflight` and the `command` line are shown in it."""
@@ -73,10 +88,11 @@ class Run:
             self._baseline()
             self._search()
             self._measure_quality()
-            finalists = self.findings.finalists(list(self.traces))
-            self._confirm(finalists)
+            finalists = self._confirm()
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
         result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
+        result["predictions"] = self.funnel.predictions()
+        result["funnel"] = self.funnel.result()
         result["losslessness"] = self.losslessness.result()
         result["diagnosis"] = self.probes.result()
         result["interference"] = self.interference.result()
@@ -105,16 +121,31 @@ class Run:
         self.progress.stage("search")
         if not self.space.candidates or not any(trial.measured for trial in self.findings.trials):
             return  # without a baseline nothing can be compared
-        deadline = self.began + self.settings.budget_s * SEARCH_SHARE_OF_BUDGET if self.settings.budget_s else None
-        search(
-            self.space,
-            self._measure_cell,
+        left = self.space.candidates
+        if self.settings.strategy == "funnel":
+            left = tuple(self.funnel.search())
+        if left:  # all of them for grid and random; for the funnel those whose engine does not say enough to predict anything
+            strategy = "tpe" if self.settings.strategy == "funnel" else self.settings.strategy
+            space = replace(self.space, candidates=left)
+            study = self._study(cells_of(space))
+            search(space, self._measure_cell, study, strategy=strategy, max_cells=self.settings.max_trials, stop=self._stop)
+
+    def _stop(self) -> bool:
+        """Whether the search has had its share of the budget."""
+        budget_s = self.settings.budget_s
+        if budget_s is not None and time.monotonic() > self.began + budget_s * SEARCH_SHARE_OF_BUDGET:
+            return True
+        searched = sum(trial.stage == "search" for trial in self.findings.trials)
+        return self.settings.max_trials is not None and searched >= self.settings.max_trials * len(self.traces)
+
+    def _study(self, cells: Sequence[Cell]) -> CellStudy:
+        return open_study(
+            cells,
+            self.storage,
             strategy=self.settings.strategy,
             seed=self.settings.seed,
             objectives=len(self.findings.objectives),
-            storage=open_storage(self.settings.storage, self.store.directory),
-            max_cells=self.settings.max_trials,
-            deadline_s=deadline,
+            conditions={**self.lab.conditions(), "base_args": self.settings.base_args, "engines": self.settings.engines},
         )
 
     def _measure_cell(self, cell: Cell) -> tuple[float, ...] | None:
@@ -146,26 +177,45 @@ class Run:
         self.findings.quality.update(found)
         self.store.write_json("quality.json", self.findings.quality)
 
-    def _confirm(self, finalists: Finalists) -> None:
-        """The finalist of each group that may win, then its off again, on more requests."""
+    def _confirm(self) -> Finalists:
+        """The finalists of each group that may win and their off again, on more requests. Returns the finalist of each group."""
         self.progress.stage("confirm")
-        for config in filter(self.findings.may_win, finalists.values()):
-            for server in (config, config.off()):
-                for name, parts in self.parts.items():
-                    for batch in self.space.batch_sizes:
-                        self.lab.run(server, closed_load(name, batch), parts.confirm, "confirm", "confirm")
-                    if server is config and self._has_arrivals(name):
-                        self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
-                if server is config:
-                    self.probes.on(config)
-                    self.losslessness.on(config)
-            self.losslessness.off(config)
-            for name, parts in self.parts.items():  # off last, on the very requests it was first measured on: the drift
-                load = closed_load(name, self.space.batch_sizes[-1])
-                self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
-            if "interference" in self.settings.probes:
-                self.progress.stage("interference")
-                self.interference.run(config)
+        for key, config in self.findings.finalists(list(self.traces)).items():
+            if key not in self.funnel.funnels and self.findings.may_win(config):
+                for server in (config, config.off()):
+                    for name, parts in self.parts.items():
+                        for batch in self.space.batch_sizes:
+                            self.lab.run(server, closed_load(name, batch), parts.confirm, "confirm", "confirm")
+                    self._after_confirmation([config], server)
+                self._finish_group(config)
+        for key, funnel in self.funnel.funnels.items():
+            if self.findings.may_win(funnel.candidates[0]):
+                finalists = self.funnel.ranked(key)
+                self.funnel.confirm(key, partial(self._after_confirmation, finalists))
+                if finalists:
+                    self._finish_group(self.funnel.finalists()[key])
+        return {**self.findings.finalists(list(self.traces)), **self.funnel.finalists()}
+
+    def _after_confirmation(self, finalists: Sequence[ServingConfig], server: ServingConfig) -> None:
+        """What else is measured while a confirmed server runs: the trace's own load, and the audit's answers."""
+        if server in finalists:
+            for name, parts in self.parts.items():
+                if self._has_arrivals(name):
+                    self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
+            self.probes.on(server)
+            self.losslessness.on(server)
+        else:
+            for config in finalists:
+                self.losslessness.off(config)
+
+    def _finish_group(self, config: ServingConfig) -> None:
+        """Off last, on the very requests it was first measured on: the drift. Then what else was asked for."""
+        for name, parts in self.parts.items():
+            load = closed_load(name, self.space.batch_sizes[-1])
+            self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
+        if "interference" in self.settings.probes:
+            self.progress.stage("interference")
+            self.interference.run(config)
 
     def _loads(self) -> int:
         """Loads of the whole run if the search visits every cell."""

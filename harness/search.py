@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,58 +53,85 @@ MeasureCell = Callable[[Cell], CellValue | None]
 """Measures a cell; None where it failed, which Optuna is told as FAIL and never as a number."""
 
 
+class CellStudy:
+    """The Optuna study of a set of cells: `ask` proposes one that is not known yet, `record` tells one that somebody else chose."""
+
+    def __init__(self, cells: Sequence[Cell], study: optuna.Study) -> None:
+        self.todo = {_key(cell.params()): cell for cell in cells}
+        self._study = study
+        self._axes = _axes(cells)
+        self._queue: list[Cell] = []
+        self._misses = 0
+
+    def ask(self, queue: Sequence[Cell] = ()) -> tuple[optuna.Trial, Cell]:
+        """The first of `queue`, or the sampler's own choice among the cells that are left."""
+        while True:
+            if queue:
+                self._study.enqueue_trial(queue[0].params())
+            trial = self._study.ask(self._axes)
+            cell = self.todo.pop(_key(trial.params), None)
+            if cell is not None:
+                return trial, cell
+            self._study.tell(trial, state=TrialState.FAIL)  # no such cell, or measured before: its value is known already
+            self._misses += 1
+            queue = queue[1:]
+            if self._misses % 10 == 0:  # the sampler insists: hand it a cell that is not known
+                queue = [next(iter(self.todo.values())), *queue]
+
+    def tell(self, trial: optuna.Trial, values: CellValue | None) -> None:
+        """None where the cell could not be measured: FAIL, never a number."""
+        if values is None:
+            self._study.tell(trial, state=TrialState.FAIL)
+        else:
+            self._study.tell(trial, list(values))
+
+    def record(self, cell: Cell, values: CellValue | None) -> None:
+        """Tell a cell that was chosen and measured elsewhere; one that was told before is left as it is."""
+        if _key(cell.params()) in self.todo:
+            trial, _ = self.ask([cell])
+            self.tell(trial, values)
+
+    def prune(self, config: ServingConfig) -> None:
+        """Tell that the cells of `config` that are left will not be measured."""
+        for cell in [cell for cell in self.todo.values() if cell.config == config]:
+            trial, _ = self.ask([cell])
+            self._study.tell(trial, state=TrialState.PRUNED)
+
+
 def search(
     space: Space,
     measure: MeasureCell,
+    study: CellStudy,
     *,
     strategy: str,
-    seed: int,
-    objectives: int,
-    storage: BaseStorage,
     max_cells: int | None = None,
-    deadline_s: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Measure cells until the space, `max_cells` or the time is used up. Returns the number of cells measured.
+    """Measure cells until the space or `max_cells` is used up, or `stop` says so. Returns the number of cells measured.
 
-    `deadline_s` is on `time.monotonic`. `grid` visits all cells in order; `random` draws them without repeats; `funnel` starts
-    with each variant's middle K and then lets TPE choose, up to a third of a large space.
+    `grid` visits all cells in order; `random` draws them without repeats; `tpe` starts with each variant's middle K and then lets
+    TPE choose, up to a third of a large space.
     """
-    todo = {_key(cell.params()): cell for cell in _cells(space)}
-    study = _study(space, storage, strategy=strategy, seed=seed, objectives=objectives)
-    axes = _axes(list(todo.values()))
     limit = visits(space, strategy, max_cells)
     queue = _opening(space, strategy)
-    done = misses = 0
-    while done < limit and todo and (deadline_s is None or time.monotonic() < deadline_s):
-        if queue:
-            study.enqueue_trial(queue.pop(0).params())
-        trial = study.ask(axes)
-        cell = todo.pop(_key(trial.params), None)
-        if cell is None:  # no such cell, or measured before: its value is known already
-            study.tell(trial, state=TrialState.FAIL)
-            misses += 1
-            if misses % 10 == 0:  # the sampler insists: hand it a cell that is not known
-                queue.append(next(iter(todo.values())))
-            continue
-        values = measure(cell)
-        if values is None:
-            study.tell(trial, state=TrialState.FAIL)
-        else:
-            study.tell(trial, list(values))
+    done = 0
+    while done < limit and study.todo and not stop():
+        trial, cell = study.ask(queue)
+        study.tell(trial, measure(cell))
         done += 1
-        queue = _siblings_first(cell, queue, todo)
+        queue = _siblings_first(cell, queue, study.todo)
     return done
 
 
 def visits(space: Space, strategy: str, max_cells: int | None) -> int:
     """How many cells a search without a deadline measures."""
-    cells = len(_cells(space))
-    if strategy == "funnel":
+    cells = len(cells_of(space))
+    if strategy == "tpe":
         return min(cells, max_cells or max(16, cells // 3))
     return min(cells, max_cells or cells)
 
 
-def _cells(space: Space) -> list[Cell]:
+def cells_of(space: Space) -> list[Cell]:
     return [Cell(config, batch) for config in space.candidates for batch in space.batch_sizes]
 
 
@@ -116,9 +142,9 @@ def _siblings_first(cell: Cell, queue: list[Cell], todo: Mapping[str, Cell]) -> 
 
 
 def _opening(space: Space, strategy: str) -> list[Cell]:
-    """Cells to visit first: all of them for a grid, none for random, each variant's middle K for the funnel."""
+    """Cells to visit first: all of them for a grid, none for random, each variant's middle K for TPE."""
     if strategy == "grid":
-        return _cells(space)
+        return cells_of(space)
     if strategy == "random":
         return []
     groups: dict[tuple[object, ...], list[ServingConfig]] = {}
@@ -151,17 +177,27 @@ def _key(params: Mapping[str, str | int]) -> str:
     return json.dumps(params, sort_keys=True)
 
 
-def _study(space: Space, storage: BaseStorage, *, strategy: str, seed: int, objectives: int) -> optuna.Study:
-    """The study of exactly this space. A changed space is a new study: Optuna cannot change the choices of an old one."""
-    text = json.dumps([[c.to_dict() for c in space.servers], list(space.batch_sizes), strategy, objectives], sort_keys=True)
-    name = "spectune-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+def open_study(
+    cells: Sequence[Cell],
+    storage: BaseStorage,
+    *,
+    strategy: str,
+    seed: int,
+    objectives: int,
+    conditions: Mapping[str, object] | None = None,
+) -> CellStudy:
+    """The study of exactly these cells under these `conditions` (models, engines, machine, part of the trace).
+
+    A changed space is a new study, since Optuna cannot change the choices of an old one.
+    """
+    text = json.dumps([[cell.params() for cell in cells], strategy, objectives, conditions], sort_keys=True, default=str)
     sampler = (
         optuna.samplers.RandomSampler(seed=seed)
         if strategy == "random"
         else optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
     )
     study = optuna.create_study(
-        study_name=name,
+        study_name="spectune-" + hashlib.sha256(text.encode()).hexdigest()[:16],
         storage=storage,
         sampler=sampler,
         directions=["minimize"] * objectives,
@@ -170,7 +206,7 @@ def _study(space: Space, storage: BaseStorage, *, strategy: str, seed: int, obje
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
         # Of a run that was killed; what it measured is in the run directory and will be told again.
         storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-    return study
+    return CellStudy(cells, study)
 
 
 def open_storage(url: str | None, directory: Path) -> BaseStorage:

@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def measured(self) -> bool:
-        return self.state == "COMPLETE" and self.metrics is not None
+        return self.state in ("COMPLETE", "PRUNED") and self.metrics is not None
 
     def to_dict(self) -> dict[str, Any]:
         out = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -126,8 +126,8 @@ class RunStore:
         return [self._trials[number] for number in sorted(self._trials)]
 
     def find(self, key: str) -> Trial | None:
-        """The completed trial of this key. A failed one is not kept from being tried again."""
-        return next((t for t in self.trials if t.key == key and t.state == "COMPLETE"), None)
+        """The measured trial of this key. A failed one is not kept from being tried again."""
+        return next((t for t in self.trials if t.key == key and t.measured), None)
 
     def next_number(self) -> int:
         return max(self._trials, default=-1) + 1
@@ -163,6 +163,12 @@ class RunStore:
             _write_json(partial / "counters.json", asdict(counters))
         _write_json(partial / "trial.json", trial.to_dict())
         os.replace(partial, self.trial_dir(trial.number))
+        self._trials[trial.number] = trial
+        return trial
+
+    def update(self, trial: Trial) -> Trial:
+        """Write again what is said of a finished trial; its records stay."""
+        _write_json(self.trial_dir(trial.number) / "trial.json", trial.to_dict())
         self._trials[trial.number] = trial
         return trial
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
+from scipy.special import ndtr, ndtri
 
 from backends.simulated.world import DEFAULT_CATEGORY, Draft
 
@@ -71,3 +72,27 @@ class Acceptance:
         self._next += count + 1
         has_draft = None if self._draft.draft_rate == 1.0 else scores[:count] < self._draft_threshold
         return Steps(accepted[:count], count, has_draft)
+
+
+class ExpectedAcceptance:
+    """No luck: every request takes the number of steps that is expected of it, and which draft tokens are accepted is not told."""
+
+    def __init__(self, draft: Draft | None, k: int) -> None:
+        rates = draft.position_rates if draft else {DEFAULT_CATEGORY: ()}
+        dispersion = draft.dispersion if draft else 0.0
+        self._steps_per_token = {name: expected_steps_per_token(found[:k], dispersion) for name, found in rates.items()}
+
+    def steps(self, tokens: int, category: str | None) -> Steps:
+        """Steps that emit `tokens` tokens, at least one if there are any."""
+        share = self._steps_per_token.get(category or DEFAULT_CATEGORY, self._steps_per_token[DEFAULT_CATEGORY])
+        return Steps(None, max(round(tokens * share), min(tokens, 1)))
+
+
+def expected_steps_per_token(rates: Sequence[float], dispersion: float) -> float:
+    """E[1 ÷ τ] over requests: an unlucky request needs more steps than a lucky one saves (Gauss-Hermite over the requests' luck)."""
+    if not dispersion:
+        return 1.0 / (1.0 + sum(rates))
+    luck, weights = np.polynomial.hermite_e.hermegauss(21)
+    thresholds = ndtri(np.array(rates))[:, None]
+    taus = 1.0 + ndtr((thresholds - np.sqrt(dispersion) * luck) / np.sqrt(1.0 - dispersion)).sum(axis=0)
+    return float(weights @ (1.0 / taus) / weights.sum())

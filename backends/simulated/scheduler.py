@@ -101,8 +101,10 @@ class Scheduler:
         self._rng = np.random.default_rng([seed, world.seed, 2])
         self._run_factor = math.exp(world.noise.run_sigma * self._rng.standard_normal() - world.noise.run_sigma**2 / 2)
         self._drift_per_s = world.noise.drift_per_hour / 3600.0
-        self._noise: list[float] = []
-        self._steady = world.noise.step_sigma == 0.0 and self._drift_per_s == 0.0
+        self._noise: list[tuple[float, float]] = []
+        self._phase = world.noise.slow_phase
+        self._noisy = world.noise.step_sigma > 0.0 or world.noise.stall_share > 0.0
+        self._steady = not self._noisy and self._drift_per_s == 0.0 and self._phase is None
 
     @property
     def busy(self) -> bool:
@@ -278,12 +280,24 @@ class Scheduler:
 
     def _tick(self, seconds: float) -> None:
         factor = self._run_factor * (1.0 + self._drift_per_s * self.now_s)
-        if self.world.noise.step_sigma:
-            if not self._noise:
-                sigma = self.world.noise.step_sigma
-                self._noise = np.exp(sigma * self._rng.standard_normal(NOISE_BLOCK) - sigma**2 / 2).tolist()
-            factor *= self._noise.pop()
-        self.now_s += seconds * factor
+        if self._phase is not None and self._phase[0] <= self.now_s < self._phase[1]:
+            factor *= self._phase[2]
+        if not self._noisy:
+            self.now_s += seconds * factor
+            return
+        if not self._noise:
+            self._noise = self._draw_noise()
+        noise, stall_s = self._noise.pop()
+        self.now_s += seconds * factor * noise + stall_s
+
+    def _draw_noise(self) -> list[tuple[float, float]]:
+        """A factor of mean 1 and a stall in seconds, for each of the next steps."""
+        noise = self.world.noise
+        factors = np.exp(noise.step_sigma * self._rng.standard_normal(NOISE_BLOCK) - noise.step_sigma**2 / 2)
+        if not noise.stall_share:
+            return [(factor, 0.0) for factor in factors.tolist()]
+        stalls = np.where(self._rng.random(NOISE_BLOCK) < noise.stall_share, noise.stall_s, 0.0)
+        return list(zip(factors.tolist(), stalls.tolist(), strict=True))
 
     def _next_finish(self) -> int:
         """Decode step counter at which the next running sequence ends; entries of preempted ones are dropped."""

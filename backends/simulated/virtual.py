@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backends.simulated.acceptance import Acceptance
+from backends.simulated.acceptance import Acceptance, ExpectedAcceptance
 from backends.simulated.scheduler import Scheduler, Sequence
 from backends.simulated.world import World
 from backends.types import ConfigError, SpecCounters
@@ -80,11 +80,13 @@ def simulate(
     k: int = 0,
     concurrency: int | None = None,
     seed: int = 0,
+    luck: bool = True,
 ) -> SimulatedRun:
     """Run all requests to their end.
 
     Open loop at the requests' own arrivals (which must not decrease), or, with `concurrency`, closed loop: so many at a time,
-    the next one sent when one ends. Equal arguments give equal results.
+    the next one sent when one ends. Equal arguments give equal results. Without `luck` every request takes its expected number of
+    decode steps: what a prediction wants. Accepted and drafted tokens are then not counted.
 
     Raises:
         ConfigError: the world lacks the variant, a request can never be served, or arrivals decrease.
@@ -93,7 +95,8 @@ def simulate(
     if reason:
         raise ConfigError(reason)
     scheduler = Scheduler(world, variant, k, seed)
-    sequences = _sequences(requests, scheduler, Acceptance(world.drafts.get(variant), k, seed))
+    draft = world.drafts.get(variant)
+    sequences = _sequences(requests, scheduler, Acceptance(draft, k, seed) if luck else ExpectedAcceptance(draft, k))
     if concurrency is None:
         _open_loop(scheduler, sequences)
     else:
@@ -101,7 +104,9 @@ def simulate(
     return _result(scheduler, sequences)
 
 
-def _sequences(requests: Ordered[SimulatedRequest], scheduler: Scheduler, acceptance: Acceptance) -> list[Sequence]:
+def _sequences(
+    requests: Ordered[SimulatedRequest], scheduler: Scheduler, acceptance: Acceptance | ExpectedAcceptance
+) -> list[Sequence]:
     sequences = []
     earlier = 0.0
     for index, request in enumerate(requests):

@@ -80,16 +80,21 @@ class Limits:
     kv_capacity_tokens: int = 500_000
     kv_block_tokens: int = 16  # granularity of prefix hits
     graph_batches: tuple[int, ...] = ()  # captured batch sizes; a batch is padded to the next; empty: no padding
+    graph_max_tokens: int | None = None  # a decode step that verifies more tokens than this fits no captured graph
     max_model_len: int = 131_072
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Multiplies step times by factors of mean 1 (log-normal) and by a drift. All zero: deterministic."""
+    """Multiplies step times by factors of mean 1 (log-normal) and by what the machine does, and stalls some steps. All neutral:
+    deterministic."""
 
     step_sigma: float = 0.0
     run_sigma: float = 0.0  # one factor for a server's life: what differs between two starts
     drift_per_hour: float = 0.0  # 0.1: steps take 10 % longer after an hour
+    stall_share: float = 0.0  # share of steps that are held up by `stall_s`: a heavy tail
+    stall_s: float = 0.0
+    slow_phase: tuple[float, float, float] | None = None  # (from, to, factor), seconds: the machine is busy with something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,8 @@ def step_cost(world: World, variant: str, k: int, *, batch: int, prefill_tokens:
     padded, eager = batch, False
     if batch and world.limits.graph_batches:
         fitting = [size for size in world.limits.graph_batches if size >= batch]
-        eager = not fitting or prefill_tokens > 0
+        most = world.limits.graph_max_tokens
+        eager = not fitting or prefill_tokens > 0 or (most is not None and min(fitting) * (1 + k) > most)
         padded = batch if eager else min(fitting)
     # A drafter that drafts in only some steps verifies that many fewer tokens, on average.
     tokens = padded * (1 + k * (draft.draft_rate if draft else 1.0))

@@ -6,7 +6,7 @@ import optuna
 import pytest
 
 from backends.types import ServingConfig
-from harness.search import Cell, open_storage, search
+from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, search
 from harness.space import Space
 
 
@@ -21,30 +21,34 @@ def value(cell: Cell) -> tuple[float, ...]:
     return (abs(cell.config.k - 3) * 0.1 + (cell.config.variant == "ngram") * 0.2 + math.log(cell.batch_size) * 0.1,)
 
 
+def study(where: Path, of: Space | None = None, strategy: str = "grid", objectives: int = 1) -> CellStudy:
+    return open_study(cells_of(of or space()), open_storage(None, where), strategy=strategy, seed=1, objectives=objectives)
+
+
 def run(where: Path, visited: list[Cell], strategy: str, of: Space | None = None, **options: int) -> int:
     def measure(cell: Cell) -> tuple[float, ...]:
         visited.append(cell)
         return value(cell)
 
-    return search(
-        of or space(),
-        measure,
-        strategy=strategy,
-        seed=1,
-        objectives=1,
-        storage=open_storage(None, where),
-        **options,  # type: ignore[arg-type]
-    )
+    chosen = of or space()
+    return search(chosen, measure, study(where, chosen, strategy), strategy=strategy, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("strategy", ["grid", "random", "funnel"])
+def stored(where: Path) -> optuna.Study:
+    """The only study in the directory."""
+    storage = open_storage(None, where)
+    (summary,) = optuna.get_all_study_summaries(storage)
+    return optuna.load_study(study_name=summary.study_name, storage=storage)
+
+
+@pytest.mark.parametrize("strategy", ["grid", "random", "tpe"])
 def test_every_cell_is_measured_once_and_only_once(tmp_path: Path, strategy: str) -> None:
     visited: list[Cell] = []
     assert run(tmp_path, visited, strategy) == 16
     assert len(visited) == len(set(visited)) == 16
 
 
-@pytest.mark.parametrize("strategy", ["grid", "funnel"])
+@pytest.mark.parametrize("strategy", ["grid", "tpe"])
 def test_a_server_is_not_started_twice(tmp_path: Path, strategy: str) -> None:
     visited: list[Cell] = []
     run(tmp_path, visited, strategy)
@@ -58,29 +62,25 @@ def test_max_cells_bounds_the_search(tmp_path: Path) -> None:
     assert len(visited) == 5
 
 
-def test_the_funnel_finds_the_best_of_a_large_space_in_a_third_of_it(tmp_path: Path) -> None:
+def test_tpe_finds_the_best_of_a_large_space_in_a_third_of_it(tmp_path: Path) -> None:
     visited: list[Cell] = []
     large = space(range(1, 13), (1, 2, 4, 8))
-    assert run(tmp_path, visited, "funnel", large) == 32
+    assert run(tmp_path, visited, "tpe", large) == 32
     best = min(visited, key=value)
     assert (best.config.variant, best.config.k, best.batch_size) == ("suffix", 3, 1)
 
 
 def test_a_failed_cell_is_told_as_a_failure_and_never_as_a_number(tmp_path: Path) -> None:
-    storage = open_storage(None, tmp_path)
     search(
         space(),
         lambda cell: None if cell.config.variant == "ngram" else value(cell),
+        study(tmp_path),
         strategy="grid",
-        seed=0,
-        objectives=1,
-        storage=storage,
     )
-    (summary,) = optuna.get_all_study_summaries(storage)
-    study = optuna.load_study(study_name=summary.study_name, storage=storage)
-    states = [t.state for t in study.get_trials(deepcopy=False) if t.params["variant"] == "ngram"]
+    found = stored(tmp_path)
+    states = [t.state for t in found.get_trials(deepcopy=False) if t.params["variant"] == "ngram"]
     assert states == [optuna.trial.TrialState.FAIL] * 8
-    assert study.best_trial.params["variant"] == "suffix"
+    assert found.best_trial.params["variant"] == "suffix"
 
 
 def test_a_torn_journal_is_cut_to_its_last_whole_line_and_the_study_goes_on(tmp_path: Path) -> None:
@@ -96,24 +96,36 @@ def test_a_torn_journal_is_cut_to_its_last_whole_line_and_the_study_goes_on(tmp_
         return value(cell)
 
     with pytest.raises(Killed):
-        search(space(), measure, strategy="grid", seed=1, objectives=1, storage=open_storage(None, tmp_path))
+        search(space(), measure, study(tmp_path), strategy="grid")
     with open(tmp_path / "study.journal", "ab") as journal:
         journal.write(b'{"op_code": 4, "worker_id": "half a li')
     again: list[Cell] = []
     run(tmp_path, again, "grid")
     assert len(set(again)) == 16
-    storage = open_storage(None, tmp_path)
-    (summary,) = optuna.get_all_study_summaries(storage)
-    states = [t.state for t in optuna.load_study(study_name=summary.study_name, storage=storage).get_trials(deepcopy=False)]
+    states = [t.state for t in stored(tmp_path).get_trials(deepcopy=False)]
     assert optuna.trial.TrialState.RUNNING not in states
     assert states.count(optuna.trial.TrialState.COMPLETE) == 3 + 16
 
 
 def test_several_objectives_are_searched_together(tmp_path: Path) -> None:
+    both = study(tmp_path, strategy="tpe", objectives=2)
+    assert search(space(), lambda cell: (value(cell)[0], -value(cell)[0]), both, strategy="tpe") == 16
+    assert len(stored(tmp_path).directions) == 2
+
+
+def test_cells_that_another_search_chose_are_told_once_and_given_up_ones_are_pruned(tmp_path: Path) -> None:
+    told = study(tmp_path)
+    cells = cells_of(space())
+    told.record(cells[0], (0.5,))
+    told.record(cells[0], (0.7,))
+    told.prune(cells[0].config)
+    states = [(t.params["batch_size"], t.state.name, t.values) for t in stored(tmp_path).get_trials(deepcopy=False)]
+    assert states == [(1, "COMPLETE", [0.5]), (4, "PRUNED", None)]
+    assert len(told.todo) == 14
+
+
+def test_another_machine_or_model_is_another_study(tmp_path: Path) -> None:
     storage = open_storage(None, tmp_path)
-    done = search(
-        space(), lambda cell: (value(cell)[0], -value(cell)[0]), strategy="funnel", seed=0, objectives=2, storage=storage
-    )
-    assert done == 16
-    (summary,) = optuna.get_all_study_summaries(storage)
-    assert len(optuna.load_study(study_name=summary.study_name, storage=storage).directions) == 2
+    for conditions in ({"model": "a"}, {"model": "b"}, {"model": "a"}):
+        open_study(cells_of(space()), storage, strategy="tpe", seed=1, objectives=1, conditions=conditions)
+    assert len(optuna.get_all_study_summaries(storage)) == 2

@@ -1,0 +1,97 @@
+"""What loads say beyond the fit: a Gaussian process over the logarithm of measured ÷ predicted time of a load.
+
+The fit knows no CUDA-graph sizes, no preemption and no cache. Its errors resemble each other at neighbouring K and batch sizes of one
+drafter, so a measured cell corrects its neighbours and leaves far cells as unsure as they were (kriging with the fit as the mean).
+
+The machine may be slower for a while, which would look like a slow drafter. It then computes prompts slowly too, and those hardly
+depend on the drafter. So TTFT is a second reading of each load, which shares with the first only the state of the machine, a process
+in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.linalg import cho_factor, cho_solve
+
+from backends.types import ServingConfig
+from harness.funnel.acceptance import draft_key
+from harness.funnel.observation import Array, Observation
+from harness.funnel.step_cost import StepCost
+
+LEAST_SD = 0.04
+"""Prior standard deviation of the fit's error at a cell, at least; the fit's own residuals raise it."""
+K_SCALE, BATCH_SCALE = 2.0, 2.0  # in doublings of 1 + K and of the batch size
+DRAFTER_SHARE, SERVER_SHARE = (
+    0.3,
+    0.2,
+)  # of the prior variance that all cells of a drafter share, and all batch sizes of a server
+SPLIT_SD = 0.3  # of the share of a draft's cost that is fixed, while only one K was measured: evenly between 0 and 1
+MACHINE_SD, MACHINE_SCALE_S = 0.04, 400.0  # of the machine's speed, and how long it lasts
+TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter
+TTFT_REQUEST_SD = 0.15  # of one request's TTFT, within what its lengths explain
+
+Cells = Sequence[tuple[ServingConfig, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    cells: Cells
+    mean: Array  # log(true ÷ predicted time), by cell
+    covariance: Array
+
+    @property
+    def rows(self) -> dict[tuple[ServingConfig, int], int]:
+        return {cell: row for row, cell in enumerate(self.cells)}
+
+
+def calibrate(cost: StepCost, loads: Sequence[Observation], ratios: Sequence[tuple[float, float]], cells: Cells) -> Calibration:
+    """Posterior over `cells` given all loads of one group in the order they were measured.
+
+    `ratios`: measured ÷ predicted of each load, all time and TTFT.
+    """
+    prior = max(LEAST_SD, cost.error)
+    context = float(np.mean([load.context_tokens for load in loads]))
+
+    def covariance_of(a: Cells, b: Cells) -> Array:
+        doubts = (np.array([cost.split_doubt(config, batch, context) for config, batch in cells]) for cells in (a, b))
+        return prior**2 * _kernel(a, b) + SPLIT_SD**2 * np.outer(*doubts) * _same_draft(a, b)
+
+    seen = [(load.config, load.batch_size) for load in loads]
+    times = np.cumsum([load.cost_s for load in loads])
+    machine = MACHINE_SD**2 * np.exp(-np.abs(times[:, None] - times[None, :]) / MACHINE_SCALE_S)
+    steps = np.array([load.decode_steps / load.mean_batch for load in loads])  # of the engine
+    noise = 0.008**2 + 0.15**2 / np.maximum(steps, 1.0)
+    ttft_noise = 0.02**2 + TTFT_REQUEST_SD**2 / np.array([len(load.e2e_s) for load in loads])
+    batches = np.log2([float(load.batch_size) for load in loads])
+    ttft = TTFT_SHAPE_SD**2 * np.exp(-np.abs(batches[:, None] - batches[None, :]) / BATCH_SCALE)
+    ttft += TTFT_DRAFT_SD**2 * _same_draft(seen, seen)
+    total = covariance_of(seen, seen) + machine + np.diag(noise)
+    covariance = np.block([[total, machine], [machine, ttft + machine + np.diag(ttft_noise)]])
+    factor = cho_factor(covariance)
+    readings = np.log(np.array(ratios)).T.ravel()
+    cross = np.hstack([covariance_of(cells, seen), np.zeros((len(cells), len(loads)))])
+    return Calibration(
+        cells,
+        cross @ cho_solve(factor, readings),
+        covariance_of(cells, cells) - cross @ cho_solve(factor, cross.T),
+    )
+
+
+def _same_draft(a: Cells, b: Cells) -> Array:
+    """[a, b] whether two cells have the same drafter."""
+    numbers: dict[object, int] = {}
+    first, second = ([numbers.setdefault(draft_key(config), len(numbers)) for config, _ in cells] for cells in (a, b))
+    return np.equal.outer(first, second)
+
+
+def _kernel(a: Cells, b: Cells) -> Array:
+    """Correlation of the fit's errors. Exponential in the doublings of K and batch: errors have steps, they are not smooth."""
+    (k1, k2) = (np.log2([1.0 + config.k for config, _ in cells]) for cells in (a, b))
+    (b1, b2) = (np.log2([float(batch) for _, batch in cells]) for cells in (a, b))
+    near_k = np.exp(-np.abs(k1[:, None] - k2[None, :]) / K_SCALE)
+    near_batch = np.exp(-np.abs(b1[:, None] - b2[None, :]) / BATCH_SCALE)
+    rest = 1 - DRAFTER_SHARE - SERVER_SHARE
+    return np.asarray(_same_draft(a, b) * (DRAFTER_SHARE + near_k * (SERVER_SHARE + rest * near_batch)))

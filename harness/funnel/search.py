@@ -1,0 +1,280 @@
+"""The acceptance-first funnel over one group of servers that differ in speculation alone.
+
+Off is known at all batch sizes. Each drafter is probed once, at its largest K and two batch sizes; step costs are fitted, every cell
+is predicted, and from there on the cell that is expected to gain most over the best so far is measured next, until no cell is expected
+to gain more than the noise. A server that runs is used for all its batch sizes that matter before another one starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backends.types import ServingConfig
+from harness.funnel import prune
+from harness.funnel.acceptance import Curve, DraftKey, draft_key, from_loads
+from harness.funnel.calibration import Calibration, calibrate
+from harness.funnel.observation import Measure, Observation, Workload
+from harness.funnel.prediction import Grid, predict_grid, ratios
+from harness.funnel.scores import Scores, score
+from harness.funnel.step_cost import StepCost, fit
+
+LEAST_GAIN = 0.004
+"""Expected gain in log speed-up below which nothing more is measured."""
+LEAST_WEIGHT = 0.04
+"""Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
+MAX_FINALISTS = 3
+PROBE_BATCH, PROBE_REQUESTS, LEAST_REQUESTS = 32, 64, 8
+"""Acceptance is probed at this batch size, or the largest that matters if that is larger: tokens are cheap there."""
+
+
+def requests_of(batch_size: int, least: int = LEAST_REQUESTS) -> int:
+    """Requests of a load: one for each slot at least; the slots are filled before it and kept filled (`harness.replay`)."""
+    return max(least, batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    config: ServingConfig
+    reason: str
+
+
+@dataclass(slots=True)
+class Funnel:
+    """State of the search of one group; `run` fills it.
+
+    `measured` is told of every load, `stop` says that the budget is used up.
+    """
+
+    off: ServingConfig
+    candidates: Sequence[ServingConfig]
+    workloads: Sequence[Workload]
+    measure: Measure
+    loads: list[Observation]  # off at every batch size, to begin with
+    objective: str = "e2e_p50"
+    recorded: Mapping[tuple[DraftKey, str], Curve] = field(default_factory=dict)  # exact, from recorded outputs
+    slo: Mapping[str, float] = field(default_factory=dict)
+    every_batch: bool = True  # predict every batch size after the probes, not only those that matter to the score
+    judge: Callable[[ServingConfig], str | None] = lambda config: None  # after a load: why the configuration is out
+    stop: Callable[[], bool] = lambda: False
+    on_prune: Callable[[Pruned], None] = lambda pruned: None
+    pruned: list[Pruned] = field(default_factory=list)
+    cost: StepCost = field(init=False)
+    grid: Grid = field(default_factory=dict)
+    first_grid: Grid = field(default_factory=dict)  # as predicted when the probes were done
+    scores: Scores = field(init=False)
+    calibration: Calibration = field(init=False)
+    ratios: list[tuple[float, float]] = field(default_factory=list)  # measured ÷ predicted, by load, since the last fit
+
+    def run(self) -> None:
+        """Probe what was not probed yet, and measure what may gain. Again with another objective: earlier loads are kept."""
+        self.cost = fit(self.loads)
+        self._probe()
+        for _ in range(2):  # measured cells improve the fit, which may show another cell to measure
+            self._predict(self._all_batches if self.every_batch and not self.first_grid else self.batch_sizes)
+            self.first_grid = self.first_grid or self.grid
+            if not self._measure_while_it_gains():
+                break
+
+    def predict_all(self) -> None:
+        """Predictions for every batch size, from all loads: for those who want to see them."""
+        self._predict(self._all_batches)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes that are measured in the search."""
+        return [b for b in self._all_batches if any(w.weights.get(b, 0.0) >= LEAST_WEIGHT for w in self.workloads)]
+
+    @property
+    def _all_batches(self) -> list[int]:
+        return sorted({load.batch_size for load in self.loads if load.config == self.off})
+
+    @property
+    def finalists(self) -> list[ServingConfig]:
+        """The best measured configuration and those that may yet be better, best first; empty where off is best beyond doubt."""
+        best = self.incumbent()
+        gains = self.scores.expected_gain(best)
+        measured = {load.config for load in self.loads if load.config.k}
+        chosen = [
+            config for config, gain in zip(self.scores.configs, gains, strict=True)
+            if config in measured and (config == best or gain > LEAST_GAIN) and not self._is_pruned(config)
+        ]  # fmt: skip
+        return sorted(chosen, key=lambda config: -self.scores.of(config)[0])[:MAX_FINALISTS]
+
+    def incumbent(self) -> ServingConfig:
+        """The measured configuration with the best score, off included."""
+        measured = {load.config for load in self.loads}
+        known = [c for c in self.scores.configs if c in measured and not self._is_pruned(c)]
+        return max(known, key=lambda config: self.scores.of(config)[0])
+
+    # Probes.
+
+    def _probe(self) -> None:
+        known = {draft_key(load.config) for load in self.loads} | {draft_key(entry.config) for entry in self.pruned}
+        for configs in self.drafters:
+            key = draft_key(configs[0])
+            if self.stop():
+                return
+            if key not in known and not self._prune_unpromising(key, configs):
+                self._probe_drafter(key, configs)
+
+    @property
+    def drafters(self) -> list[list[ServingConfig]]:
+        """The candidates by drafter: each list differs in K alone."""
+        found: dict[DraftKey, list[ServingConfig]] = {}
+        for config in self.candidates:
+            found.setdefault(draft_key(config), []).append(config)
+        return list(found.values())
+
+    def _probe_drafter(self, key: DraftKey, configs: Sequence[ServingConfig]) -> None:
+        """Its largest K at a batch size where tokens are cheap, and at the smallest that matters."""
+        deepest = max(configs, key=lambda config: config.k)
+        matter = self.batch_sizes
+        wide = max(matter[-1], *(b for b in self._all_batches if b <= PROBE_BATCH))
+        for batch in dict.fromkeys((wide, matter[0])):
+            found = self._load(deepest, batch, requests_of(batch, PROBE_REQUESTS if batch == wide else LEAST_REQUESTS))
+            if not found:
+                return  # it does not run: no acceptance, no prediction
+            reasons = [prune.dead(load) for load in found]
+            if all(reasons):
+                self._prune(configs, str(reasons[0]))
+                return
+            if self._prune_unpromising(key, configs):
+                return
+
+    def _prune_unpromising(self, key: DraftKey, configs: Sequence[ServingConfig]) -> bool:
+        curves = [(workload, self.curve(key, workload.name)) for workload in self.workloads]
+        known = [(workload, curve) for workload, curve in curves if curve is not None]
+        if len(known) < len(curves):
+            return False
+        context = float(np.mean([load.context_tokens for load in self.loads]))
+        reason = prune.cannot_win(configs, self.cost, known, context, 0.0)
+        if reason:
+            self._prune(configs, reason)
+        return reason is not None
+
+    def curve(self, key: DraftKey, workload: str) -> Curve | None:
+        loads = [load for load in self.loads if load.config.k and draft_key(load.config) == key and load.workload == workload]
+        return from_loads(loads) if loads else self.recorded.get((key, workload))
+
+    def speedups(self, workload: str) -> dict[tuple[ServingConfig, int], tuple[float, float]]:
+        """Log speed-up over off and its standard deviation for each cell: predicted, corrected by all loads."""
+        rows, covariance = self.calibration.rows, self.calibration.covariance
+        found = {}
+        for (config, batch, name), on in self.grid.items():
+            if name == workload and config.k:
+                i, j = rows[config, batch], rows[self.off, batch]
+                base = math.log(self.grid[self.off, batch, name].objective(self.objective) / on.objective(self.objective))
+                variance = covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]
+                correction = self.calibration.mean[j] - self.calibration.mean[i]
+                found[config, batch] = float(base + correction), math.sqrt(max(variance, 0.0))
+        return found
+
+    # Predicting and measuring.
+
+    def _predict(self, batches: Sequence[int]) -> None:
+        self.cost = fit(self.loads)
+        alive = [self.off, *(c for c in self.candidates if not self._is_pruned(c))]
+        acceptance = {
+            (draft_key(config), workload.name): self.curve(draft_key(config), workload.name)
+            for config in alive[1:]
+            for workload in self.workloads
+        }
+        self.ratios = []
+        self.grid = predict_grid(
+            alive,
+            batches,
+            self.workloads,
+            self.cost,
+            lambda config, workload: acceptance[draft_key(config), workload],
+            slo=self.slo,
+        )
+        self._rescore()
+
+    def _rescore(self) -> None:
+        configs = list(dict.fromkeys(config for config, _, _ in self.grid))
+        cells = list(dict.fromkeys((config, batch) for config, batch, _ in self.grid))
+        curves = {
+            (draft_key(config), workload.name): curve
+            for config in configs
+            for workload in self.workloads
+            if config.k and (curve := self.curve(draft_key(config), workload.name))
+        }
+        for load in self.loads[len(self.ratios) :]:
+            curve = self.curve(draft_key(load.config), load.workload) if load.config.k else None
+            self.ratios.append(ratios(load, self.cost, curve))
+        self.calibration = calibrate(self.cost, self.loads, self.ratios, cells)
+        self.scores = score(self.grid, self.calibration, self.workloads, self.off, curves, self.loads, self.objective)
+
+    def _measure_while_it_gains(self) -> int:
+        """Loads measured."""
+        done, running = 0, None
+        while not self.stop():
+            cell = self._next(running)
+            if cell is None:
+                break
+            config, batch = cell
+            running = config
+            found = self._load(config, batch, requests_of(batch))
+            done += 1
+            if not found:
+                self._prune([config], "could not be measured")
+                continue
+            reason = self.judge(config)
+            if reason:
+                self._prune([config], reason)
+            self._rescore()
+            self._compare_with_incumbent(config, batch)
+        return done
+
+    def _next(self, running: ServingConfig | None) -> tuple[ServingConfig, int] | None:
+        """The cell to measure: on the running server while it may gain, else on the server that is expected to gain most."""
+        gains = dict(zip(self.scores.configs, self.scores.expected_gain(self.incumbent()), strict=True))
+        best = self.incumbent()
+        open_cells: dict[ServingConfig, list[int]] = {}
+        measured = {(load.config, load.batch_size) for load in self.loads}
+        for config in self.scores.configs:
+            left = [b for b in self.batch_sizes if (config, b) not in measured]
+            if left and not self._is_pruned(config) and (gains[config] > LEAST_GAIN or config == best):
+                open_cells[config] = left
+        if not open_cells:
+            return None
+        config = running if running in open_cells else max(open_cells, key=lambda c: math.inf if c == best else gains[c])
+        assert config is not None
+        return config, max(open_cells[config], key=lambda batch: self._doubt(config, batch))
+
+    def _doubt(self, config: ServingConfig, batch: int) -> float:
+        """How much of the score's uncertainty a batch size holds."""
+        row = self.calibration.rows[config, batch]
+        weight = sum(w.weights.get(batch, 0.0) for w in self.workloads)
+        return weight * math.sqrt(max(self.calibration.covariance[row, row], 0.0))
+
+    def _compare_with_incumbent(self, config: ServingConfig, batch: int) -> None:
+        best = self.incumbent()
+        if best == config or self._is_pruned(config):
+            return
+        for load in [o for o in self.loads if (o.config, o.batch_size) == (config, batch)]:
+            rivals = [o for o in self.loads if (o.config, o.batch_size, o.workload) == (best, batch, load.workload)]
+            gain = self.scores.expected_gain(best)[self.scores.configs.index(config)]
+            reason = prune.loses_pairwise(load, rivals[-1], LEAST_GAIN) if rivals and gain <= LEAST_GAIN else None
+            if reason:
+                self._prune([config], reason)
+                return
+
+    def _load(self, config: ServingConfig, batch: int, requests: int) -> list[Observation]:
+        found = self.measure(config, batch, "search", requests)
+        loads = list(found.values()) if found else []
+        self.loads += loads
+        return loads
+
+    def _prune(self, configs: Sequence[ServingConfig], reason: str) -> None:
+        for config in configs:
+            entry = Pruned(config, reason)
+            self.pruned.append(entry)
+            self.on_prune(entry)
+
+    def _is_pruned(self, config: ServingConfig) -> bool:
+        return any(entry.config == config for entry in self.pruned)

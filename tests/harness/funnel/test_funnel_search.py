@@ -1,0 +1,106 @@
+"""The whole funnel in simulated worlds of known truth."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from backends.types import ServingConfig
+from benchmarks.funnel import run_funnel, truth
+from benchmarks.funnel_worlds import make_world
+from harness.funnel.observation import Observation
+from harness.funnel.search import Funnel, Pruned
+from tests.harness.funnel.loads import OFF, WORLD, observe, on, workload
+
+WEIGHTS = {1: 0.2, 4: 0.5, 16: 0.3}
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.servers: list[ServingConfig] = []
+        self.cells: list[tuple[ServingConfig, int]] = []
+
+    def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
+        if not self.servers or self.servers[-1] != config:
+            self.servers.append(config)
+        self.cells.append((config, batch))
+        return {"t": observe(config, batch, WORLD, min(count, 64), seed=len(self.cells))}
+
+
+def funnel(bench: Bench, pruned: list[Pruned] | None = None) -> Funnel:
+    candidates = [on(variant, k) for variant in ("eagle3", "mtp", "ngram") for k in range(1, 7)]
+    offs = [observe(OFF, batch) for batch in WEIGHTS]
+    found = Funnel(OFF, candidates, [workload(WEIGHTS)], bench.measure, offs)
+    if pruned is not None:
+        found.on_prune = pruned.append
+    return found
+
+
+def test_the_best_server_is_found_in_few_starts_and_no_cell_is_measured_twice() -> None:
+    bench = Bench()
+    search = funnel(bench)
+    search.run()
+    best = max(
+        (on("eagle3", k) for k in range(1, 7)),
+        key=lambda config: sum(w / observe(config, b).e2e_s.mean() for b, w in WEIGHTS.items()),
+    )
+    assert search.incumbent().variant == "eagle3"
+    assert abs(search.incumbent().k - best.k) <= 1
+    assert len(bench.cells) == len(set(bench.cells))
+    assert len(bench.servers) <= 8  # of 18
+
+
+def test_a_dead_drafter_is_given_up_after_one_load_with_the_evidence() -> None:
+    bench, pruned = Bench(), list[Pruned]()
+    funnel(bench, pruned).run()
+    given_up = [entry for entry in pruned if entry.config.variant == "ngram"]
+    assert {entry.config.k for entry in given_up} == set(range(1, 7))
+    assert given_up[0].reason.startswith("dead drafter: tau 1.00")
+    assert [cell for cell in bench.cells if cell[0].variant == "ngram"] == [(on("ngram", 6), 16)]
+
+
+def test_predictions_of_cells_that_were_not_measured_hold() -> None:
+    bench = Bench()
+    search = funnel(bench)
+    search.run()
+    errors = []
+    for (config, batch, _), found in search.first_grid.items():
+        if (config, batch) not in bench.cells and config.variant != "ngram":
+            true = observe(config, batch)
+            throughput = batch * true.output_tokens.sum() / true.e2e_s.sum()
+            errors.append(abs(found.output_tokens_per_s / throughput - 1))
+            assert found.tau == pytest.approx(true.tau, rel=0.08)
+    assert len(errors) > 10
+    assert sorted(errors)[len(errors) // 2] < 0.1
+
+
+def test_nothing_is_measured_once_the_budget_is_used_up() -> None:
+    bench = Bench()
+    search = funnel(bench)
+    search.stop = lambda: len(bench.cells) >= 3
+    search.run()
+    assert len(bench.cells) <= 4  # a probe of two loads is finished
+
+
+def test_a_server_that_fails_is_not_asked_again() -> None:
+    class Broken(Bench):
+        def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
+            return (
+                None
+                if config.variant == "mtp" and self.cells.append((config, batch)) is None
+                else super().measure(config, batch, stage, count)
+            )
+
+    bench = Broken()
+    search = funnel(bench)
+    search.run()
+    assert [cell for cell in bench.cells if cell[0].variant == "mtp"] == [(on("mtp", 6), 16)]
+    assert search.incumbent().variant == "eagle3"
+
+
+@pytest.mark.slow
+def test_in_a_world_with_effects_that_no_fit_knows_the_choice_is_near_the_best_for_a_fraction_of_the_grid() -> None:
+    bench = make_world(1)
+    known = truth(bench)
+    choice, lab, _, _ = run_funnel(bench)
+    assert known.loss(choice) < 0.02
+    assert lab.clock_s < 0.25 * known.grid_s
