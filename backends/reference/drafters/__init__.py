@@ -80,7 +80,10 @@ def _autoregressive(options: EngineOptions, target: Decoder, tokenizer: Tokenize
     drafter = Autoregressive(
         head, cache, _choice(options, target, head), capture=loaded.aux_layers, topk=options.topk, nodes=options.draft_tokens
     )
-    return Built(drafter, used, loaded.notes)
+    notes = loaded.notes
+    if isinstance(head, Mtp) and len(head.modules_) > 1:
+        notes += (f"of {len(head.modules_)} MTP modules the first drafts every token",)
+    return Built(drafter, used, notes)
 
 
 def _p_eagle(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, context: int) -> Built:
