@@ -26,6 +26,7 @@ RESAMPLES = 1000  # enough for a standard error; no percentile of them is used
 BLOCK = 2_000_000  # elements of one block of resampled values
 MIN_REQUESTS = 60  # for medians, means and ratios in closed loop
 MIN_REQUESTS_P95 = 300
+BEYOND = 10  # requests beyond a quantile from which on it can be resampled; order statistics give its interval below that
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def quantile_estimate(values: Array, quantile: float, groups: Groups | None = No
     note = too_few(size, requests_needed(quantile), f"p{quantile * 100:g}", groups)
     if note:
         return Estimate(value, None, note)
-    if groups is None and quantile != 0.5:
+    if groups is None and size * min(quantile, 1 - quantile) < BEYOND:
         return Estimate(value, order_statistic_interval(values, quantile))
     draws = [smooth_quantile(values[rows], quantile) for rows in resamples(len(values), groups, seed)]
     return Estimate(value, log_interval(value, np.concatenate(draws), size))
@@ -118,7 +119,9 @@ def ratio_estimate(numerators: Array, denominators: Array, groups: Groups | None
     if note:
         return Estimate(value, None, note)
     draws = [numerators[rows].sum(axis=1) / denominators[rows].sum(axis=1) for rows in resamples(len(numerators), groups, seed)]
-    return Estimate(value, log_interval(value, np.concatenate(draws), size))
+    weights = denominators if groups is None else np.bincount(np.unique(groups, return_inverse=True)[1], denominators)
+    effective = float(weights.sum() ** 2 / (weights**2).sum())  # Kish: a few long requests weigh as much as many short ones
+    return Estimate(value, log_interval(value, np.concatenate(draws), effective))
 
 
 def closed_throughput(tokens: Array, times: Array, concurrency: int, groups: Groups | None = None, seed: int = 0) -> Estimate:

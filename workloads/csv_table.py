@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -47,16 +48,16 @@ def table_batches(source: Source, columns: Mapping[str, str]) -> Iterator[tuple[
             missing = [wanted for wanted in NEEDED if wanted not in names.values()]
             if missing:
                 raise source.error(1, f"has no column for {', '.join(missing)}; choose another --format")
-            for block in reader:
+            for block, seen in _ahead(reader, skipped):
                 numbers = _numbers(next_line, block.num_rows, skipped.numbers)
                 next_line += len(numbers) and int(numbers[-1]) + 1 - next_line
-                found = {wanted: _as_text(block.column(name)) for name, wanted in names.items()}
+                found = {wanted: block.column(name) for name, wanted in names.items()}
                 blank = _blank(found)
                 if blank is not None:
                     numbers = numbers[~blank]
                     found = {name: values.filter(pa.array(~blank)) for name, values in found.items()}
-                wrong = len(skipped.numbers) - counted
-                counted += wrong
+                wrong = seen - counted
+                counted = seen
                 batch = Batch({"line": pa.array(numbers)}, read=len(numbers) + wrong)
                 if wrong:
                     batch.dropped[WRONG_FIELDS] = wrong
@@ -64,6 +65,23 @@ def table_batches(source: Source, columns: Mapping[str, str]) -> Iterator[tuple[
     except (pa.ArrowInvalid, OSError, EOFError) as error:
         detail = str(error).splitlines()[0]
         raise source.error(next_line, f"cannot be read as CSV ({detail}); correct the line or choose --format") from None
+
+
+def _ahead(reader: pacsv.CSVStreamingReader, skipped: _Skipped) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """(block, lines skipped until its end); the next block is parsed while the caller works on this one."""
+
+    def read() -> tuple[pa.RecordBatch, int]:
+        return reader.read_next_batch(), len(skipped.numbers)
+
+    with ThreadPoolExecutor(1) as parser:
+        coming = parser.submit(read)
+        while True:
+            try:
+                found = coming.result()
+            except StopIteration:
+                return
+            coming = parser.submit(read)
+            yield found
 
 
 class _Ascii:
@@ -95,7 +113,9 @@ def _reader(file: IO[bytes], skipped: _Skipped) -> pacsv.CSVStreamingReader:
             ignore_empty_lines=False,  # so that line numbers hold
             invalid_row_handler=skipped.handle,
         ),
-        convert_options=pacsv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()), strings_can_be_null=False),
+        convert_options=pacsv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False, check_utf8=False
+        ),
     )
 
 
@@ -106,14 +126,12 @@ def _numbers(first: int, rows: int, skipped: list[int]) -> NDArray[np.int64]:
     return np.setdiff1d(numbers, ahead)[:rows] if ahead else numbers
 
 
-def _as_text(values: pa.Array) -> pa.Array:
-    return values.cast(pa.string())
-
-
 def _blank(columns: Mapping[str, pa.Array]) -> NDArray[np.bool_] | None:
     """Rows in which every wanted column is empty; None where there are none."""
     blank: NDArray[np.bool_] | None = None
     for values in columns.values():
+        if len(values) and pc.min(pc.binary_length(values)).as_py() > 0:
+            return None
         empty = pc.equal(pc.binary_length(values), 0).to_numpy(zero_copy_only=False)
         blank = empty if blank is None else blank & empty
         if not blank.any():
@@ -126,6 +144,9 @@ def counts(batch: Batch, found: dict[str, pa.Array], name: str, reason: str, *, 
     rows with 0 under `zero` (default `reason`)."""
     try:
         numbers = found[name].cast(pa.int64())
+        if len(numbers) and pc.min(numbers).as_py() > 0:
+            found[name] = numbers
+            return
         bad = pc.less(numbers, 0).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid:
         slow = [_count(value, reason) for value in found[name].to_pylist()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,14 @@ def load_trace(
     if format is not None and format not in FORMATS:
         raise WorkloadError(f"format '{format}' is unknown; choose from {', '.join(FORMATS)}")
     chosen = FORMATS[format] if format else detect(source)
-    collected = _Collector(chosen, time_unit, window, limit, base_ns=None)
-    collected.read_all(source)
-    if collected.must_start_over:
-        collected = _Collector(chosen, time_unit, window, limit, base_ns=collected.earliest_ns)
+    with ThreadPoolExecutor(1) as hasher:
+        sha256 = hasher.submit(lambda: source.sha256)
+        collected = _Collector(chosen, time_unit, window, limit, base_ns=None)
         collected.read_all(source)
-    return collected.trace(source)
+        if collected.must_start_over:
+            collected = _Collector(chosen, time_unit, window, limit, base_ns=collected.earliest_ns)
+            collected.read_all(source)
+        return collected.trace(source, sha256.result())
 
 
 class _Collector:
@@ -134,30 +137,32 @@ class _Collector:
             self._placed.append(valid)
             self._kept += len(times)
 
-    def trace(self, source: Source) -> Trace:
+    def trace(self, source: Source, sha256: str) -> Trace:
         if not self._kept:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._dropped.items()) or "no row was found"
             raise source.error(None, f"holds no usable request ({reasons})")
         table = pa.concat_tables(self._parts, promote_options="default")
-        times, placed = np.concatenate(self._times), np.concatenate(self._placed)
         self._parts.clear()
+        times, placed = np.concatenate(self._times), np.concatenate(self._placed)
         self._times.clear()
         table = _in_order(table)
         notes = [*self._notes, *self._clock.notes]
         if placed.any():
-            base = int(times[placed].min())
-            arrivals = (times - base) / 1e9
-            table = table.add_column(0, "arrival_s", pa.array(arrivals, mask=None if placed.all() else ~placed))
+            everywhere = bool(placed.all())
+            times -= int((times if everywhere else times[placed]).min())
+            arrivals = times / 1e9
+            del times
+            table = table.add_column(0, "arrival_s", pa.array(arrivals, mask=None if everywhere else ~placed))
             if self._window is not None:
                 notes.append(f"window {self._window[0]:g}-{self._window[1]:g} s; arrivals counted from its first row")
-            table, backwards = _sorted(table, np.where(placed, arrivals, np.inf))
+            table, backwards = _sorted(table, arrivals if everywhere else np.where(placed, arrivals, np.inf))
             if backwards:
                 notes.append(f"{backwards} rows came before an earlier row's time: sorted by time, ties in file order")
         table = _after_previous_turn(table)
         grade, reason = grade_of(table, self._declared)
         return Trace(
             name=source.name,
-            sha256=source.sha256,
+            sha256=sha256,
             format=self._format.name,
             table=table,
             read=self._read,
@@ -174,7 +179,7 @@ def _in_order(table: pa.Table) -> pa.Table:
 
 def _sorted(table: pa.Table, times: NDArray[np.float64]) -> tuple[pa.Table, int]:
     """The table in stable order of time, and how many rows stood after a later one."""
-    backwards = int((np.diff(times) < 0).sum())
+    backwards = int((times[1:] < times[:-1]).sum())
     return (table.take(pa.array(np.argsort(times, kind="stable"))), backwards) if backwards else (table, 0)
 
 
