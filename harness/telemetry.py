@@ -15,7 +15,7 @@ SETTLE_S = 2.0  # longest wait for a drained server to publish its last counts
 
 # A page of vLLM has a thousand lines; parsing all of them five times a second would delay the time stamps of the load.
 _SAMPLED = re.compile(
-    r"^[a-z_]+:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util"
+    r"^[a-z_]*:?[a-z_]*(?:running|waiting|queue_req|kv_use|kv_cache_us|token_usage|kv_cache_util"
     r"|generat[a-z]+_tokens_total|process_start_time).*$",
     re.MULTILINE,
 )
