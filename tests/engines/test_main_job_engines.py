@@ -59,7 +59,7 @@ def test_vllm_and_the_reference_engine_in_one_run_and_one_report(tmp_path: Path)
         assert set(off) == {1.0}
         own_draft = [trial["speculation"]["tau"] for trial in mine if trial["config"]["variant"] == "draft_model"]
         # The target drafts for itself: nearly all is accepted, but vLLM drafts greedily and accepts little of sampled requests.
-        assert min(own_draft) > (1.5 if backend == "vllm" else 3.0)
+        assert min(own_draft) > (1.2 if backend == "vllm" else 3.0)
     (decision,) = result["decisions"]
     assert {row["config"]["backend"] for row in decision["by_engine"] if row["config"]} <= {"reference", "vllm"}
     assert len(decision["by_engine"]) == 2
