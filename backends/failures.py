@@ -44,7 +44,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("bad_flag", r"^\s*Value error, "),  # pydantic: settings that contradict each other
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
-_WARNING = re.compile(r"\b(WARNING|INFO|DEBUG)\b|Warning:")
+_WARNING = re.compile(r"\b(WARNING|INFO|DEBUG)\b|Warning:|\bfall(s|ing)? ?back\b")
 _PREFIX = re.compile(r"^(\([^()]*pid=\d+\) )?(ERROR [\d:. -]+)?(\[[\w.]+:\d+\] )?")  # of vLLM's log lines
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: \S")
 

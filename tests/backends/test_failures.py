@@ -39,6 +39,13 @@ CASES = {
         "out_of_memory",
         "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
     ),
+    "sglang, a note about a fallback before the error": (
+        1,
+        "The current platform does not support Intel AMX, will fallback to torch_native backend.\n"
+        "RuntimeError: The expanded size of the tensor (1) must match the existing size (4)\n",
+        "crash",
+        "RuntimeError: The expanded size of the tensor (1) must match the existing size (4)",
+    ),
     "vllm, unknown flag": (
         2,
         "usage: api_server.py [-h]\n                     [model_tag]\napi_server.py: error: unrecognized arguments: --no-such-flag\n",

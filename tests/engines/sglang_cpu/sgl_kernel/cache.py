@@ -57,7 +57,7 @@ def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, targets: Ten
 
 def fill_bonus_tokens_cpu(accepted: Tensor, lengths: Tensor, bonus: Tensor, stride: int) -> None:
     rows = torch.arange(len(lengths))
-    bonus[: len(lengths)] = accepted[stride * rows + lengths.long() - 1].to(bonus.dtype)
+    bonus[: len(lengths)] = accepted.flatten()[stride * rows + lengths.long() - 1].to(bonus.dtype)
 
 
 def fill_accept_out_cache_loc_cpu(accept_index: Tensor, slots: Tensor, out: Tensor) -> None:
