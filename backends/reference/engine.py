@@ -256,12 +256,14 @@ class Engine:
     def _reject(self, sequence: Sequence, draft: Draft, logits: Tensor) -> Verdict:
         """By rejection, or as a block; coins and the last draw are keyed by the request's seed and the position."""
         sampling, position = sequence.sampling, len(sequence.tokens)
-        rule = block if self.options.sampling == "block" and draft.parents is None else reject
-        path, law = rule(
-            draft,
-            target=lambda node: probabilities(logits[node], sampling),
-            coin=lambda depth, rank: uniform(sampling.seed, position + depth, ACCEPT + 4 * rank),
-        )
+
+        def target(node: int) -> Tensor:
+            return probabilities(logits[node], sampling)
+
+        if self.options.sampling == "block" and draft.parents is None:  # which coins are thrown says something of later tokens
+            path, law = block(draft, target, lambda length: uniform(sampling.seed, position, ACCEPT + 4 * length))
+        else:
+            path, law = reject(draft, target, lambda n, rank: uniform(sampling.seed, position + n, ACCEPT + 4 * rank))
         return Verdict(path, int(race(law.log(), sampling.seed, position + len(path), RESIDUAL)))
 
     def _commit(self, plan: Plan, drafts: list[Draft], verdicts: dict[int, Verdict], result: Pass) -> list[StepOutput]:

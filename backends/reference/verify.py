@@ -108,10 +108,10 @@ def reject(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int, i
             return tuple(path), p
 
 
-def block(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int, int], float]) -> tuple[tuple[int, ...], Tensor]:
+def block(draft: Draft, target: Callable[[int], Tensor], coin: Callable[[int], float]) -> tuple[tuple[int, ...], Tensor]:
     """As `reject`, for a chain as a whole: the longest prefix whose own coin falls below its chance."""
     chances, laws = block_chances(draft, target)
-    length = next((n for n in range(len(chances), 0, -1) if coin(n, 0) < chances[n - 1]), 0)
+    length = next((n for n in range(len(chances), 0, -1) if coin(n) < chances[n - 1]), 0)
     return tuple(range(1, length + 1)), laws[length]
 
 

@@ -66,7 +66,7 @@ def _draft_model(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, 
         slots=options.max_num_seqs,
         rows=rows,
         vocab_size=target.config.vocab_size,
-        rejection=options.sampling != "coupled",
+        rule=options.sampling,
     )
     return Built(drafter, token_bytes(model.config, model.dtype))
 
@@ -132,7 +132,7 @@ def _cache(options: EngineOptions, target: Decoder, head: Head, blocks: int, row
 
 
 def _choice(options: EngineOptions, target: Decoder, head: Head | Medusa) -> Choice:
-    return Choice(target.config.vocab_size, head.token_map, options.sampling != "coupled")
+    return Choice(target.config.vocab_size, head.token_map, options.sampling)
 
 
 _BUILDERS: dict[str, Callable[[EngineOptions, Decoder, Tokenizer, int], Built]] = {

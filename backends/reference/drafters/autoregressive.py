@@ -65,7 +65,7 @@ class Autoregressive:
         laws: dict[int, list[Law]] = {sequence.id: [] for sequence, _ in live}
         depth = 0
         while live:
-            where = [(s.sampling, len(s.tokens) + depth) for s, _ in live]
+            where = [(s.sampling, len(s.tokens), depth) for s, _ in live]
             for (sequence, _), token, law in zip(live, *self._choice.one(self._head.logits(output), where), strict=True):
                 tokens[sequence.id].append(token)
                 laws[sequence.id].append(law)
@@ -87,7 +87,7 @@ class Autoregressive:
         pools = {sequence.id: Pool() for sequence, _ in live}
         level: dict[int, list[int]] = {}  # the level to expand, as numbers in the pool
         parents = {sequence.id: [0] * k for sequence, _ in live}  # of nodes in the cache, where the last true row is node 0
-        best, ids = self._choice.top(self._head.logits(output), [(s.sampling, len(s.tokens)) for s, _ in live], k)
+        best, ids = self._choice.top(self._head.logits(output), [(s.sampling, len(s.tokens), 0) for s, _ in live], k)
         for (sequence, _), scores, tokens in zip(live, best.tolist(), ids.tolist(), strict=True):
             level[sequence.id] = pools[sequence.id].grow(-1, scores, tokens)
         feed = self._head.recycle(output).repeat_interleave(k, 0)
@@ -102,7 +102,7 @@ class Autoregressive:
                 for s, _ in live
             ]
             output = self.cache.run(pieces, feed)
-            where = [(s.sampling, len(s.tokens) + depth) for s, _ in live for _ in range(k)]
+            where = [(s.sampling, len(s.tokens), depth) for s, _ in live for _ in range(k)]
             best, ids = self._choice.top(self._head.logits(output), where, k)
             children = zip(best.unflatten(0, (-1, k)).tolist(), ids.unflatten(0, (-1, k)).tolist(), strict=True)
             rows: list[int] = []

@@ -12,61 +12,69 @@ from backends.reference.sampling import DRAFT, TARGET, Sampling, log_exponential
 from backends.reference.verify import Draft
 
 Law = Tensor | None
-Where = Sequence[tuple[Sampling, int]]
-"""For each row its request's sampling and the position of the token to be chosen."""
+Where = Sequence[tuple[Sampling, int, int]]
+"""For each row its request's sampling, the position after the sequence's last token, and how far ahead of it a token is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`token_map` int64 [draft vocabulary] gives the target's ids; None where the vocabularies are one.
+    """`token_map` int64 [draft vocabulary] gives the target's ids; None where the vocabularies are one. `rule` is one of
+    `options.SAMPLINGS`.
 
-    Under coupled verification a head draws with the target's own noise, so that it agrees more often; under rejection with a
-    stream of its own, keeping the distribution that each token of a chain was drawn from. Trees are not drawn under rejection:
-    they take the most likely tokens.
+    Under coupled verification a head draws with the target's own noise, so that it agrees more often. Under the others it draws
+    with a stream of its own, keeping the distribution that each token of a chain was drawn from; trees take the most likely tokens.
     """
 
     vocab_size: int
     token_map: Tensor | None
-    rejection: bool
+    rule: str
 
     def one(self, logits: Tensor, where: Where) -> tuple[list[int], list[Law]]:
-        """A token for each row of [n, draft vocabulary], and what it was drawn from, [vocabulary], under rejection."""
-        drawn = self._scores(logits, where, DRAFT if self.rejection else TARGET)
-        tokens = self._ids(drawn.argmax(-1)).tolist()
+        """A token for each row of [n, draft vocabulary], and what it was drawn from, [vocabulary], unless coupled."""
+        tokens = self._ids(self._scores(logits, where, noisy=True).argmax(-1)).tolist()
         laws = [
-            self._law(row, sampling) if self.rejection and not sampling.greedy else None
-            for row, (sampling, _) in zip(logits, where, strict=True)
+            None if self.rule == "coupled" or sampling.greedy else self._law(row, sampling)
+            for row, (sampling, _, _) in zip(logits, where, strict=True)
         ]
         return tokens, laws
 
     def top(self, logits: Tensor, where: Where, k: int) -> tuple[Tensor, Tensor]:
         """For each row the `k` best tokens, best first: log-scores and ids, [n, k] both."""
-        best = self._scores(logits, where, None if self.rejection else TARGET).log_softmax(-1).topk(k)
+        best = self._scores(logits, where, noisy=self.rule == "coupled").log_softmax(-1).topk(k)
         return best.values, self._ids(best.indices)
 
     def _ids(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
-    def _scores(self, logits: Tensor, where: Where, stream: int | None) -> Tensor:
-        """[n, draft vocabulary] float32; the greatest is the token drawn with the noise of `stream`, or the most likely one."""
+    def _scores(self, logits: Tensor, where: Where, *, noisy: bool) -> Tensor:
+        """[n, draft vocabulary] float32; the greatest is the token drawn, or the most likely one without noise."""
         logits = logits.float()
-        if all(sampling.greedy for sampling, _ in where):
+        if all(sampling.greedy for sampling, _, _ in where):
             return logits
-        noise: dict[tuple[int, int], Tensor] = {}  # the same for all nodes of one depth
+        noise: dict[tuple[int, int, int], Tensor] = {}  # the same for all nodes of one depth
         rows = []
-        for row, (sampling, position) in zip(logits, where, strict=True):
+        for row, (sampling, position, ahead) in zip(logits, where, strict=True):
             if sampling.greedy:
                 rows.append(row)
                 continue
             cut = scores(row, sampling)
-            if stream is not None:
-                key = sampling.seed, position
+            if noisy:
+                key = (sampling.seed, *self._stream(position, ahead))
                 if key not in noise:
-                    ids = row.numel() if self.token_map is None else self.token_map
-                    noise[key] = log_exponential(ids, *key, stream, row.device)
+                    noise[key] = log_exponential(row.numel() if self.token_map is None else self.token_map, *key, row.device)
                 cut = cut - noise[key]
             rows.append(cut)
         return torch.stack(rows)
+
+    def _stream(self, position: int, ahead: int) -> tuple[int, int]:
+        """Key of the noise: a position and a stream.
+
+        A token refused one by one says nothing of those after it, whose noise may serve again in the next step. A block is judged
+        as a whole, so that there each step needs noise of its own.
+        """
+        if self.rule == "block":
+            return position, DRAFT + 4 * (ahead + 1)
+        return position + ahead, TARGET if self.rule == "coupled" else DRAFT
 
     def _law(self, row: Tensor, sampling: Sampling) -> Tensor:
         law = probabilities(row.float(), sampling)

@@ -16,11 +16,11 @@ from backends.reference.verify import Draft
 class DraftModel:
     capture: tuple[int, ...] = ()
 
-    def __init__(self, model: Decoder, *, slots: int, rows: int, vocab_size: int, rejection: bool) -> None:
+    def __init__(self, model: Decoder, *, slots: int, rows: int, vocab_size: int, rule: str) -> None:
         self._model = model
         self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device)
         self._vocab_size = vocab_size
-        self._choice = Choice(vocab_size, None, rejection)
+        self._choice = Choice(vocab_size, None, rule)
         self._seen: list[tuple[int, list[int]]] = [
             (0, [])
         ] * slots  # of each slot: tokens in the cache, drafts in rows after them
@@ -34,7 +34,7 @@ class DraftModel:
         pieces = [self._catch_up(work[i][0]) for i in active]
         while active:
             logits = self._next_logits(pieces)
-            where = [(work[i][0].sampling, len(work[i][0].tokens) + len(drafts[i])) for i in active]
+            where = [(work[i][0].sampling, len(work[i][0].tokens), len(drafts[i])) for i in active]
             for i, token, law in zip(active, *self._choice.one(logits, where), strict=True):
                 drafts[i].append(token)
                 laws[i].append(law)

@@ -32,7 +32,7 @@ class MedusaHeads:
         depth = max(limit for _, limit in live)
         hidden = torch.stack([states[row] for states, row in (self._hidden[s.id] for s, _ in live)])
         logits = self._head.logits(self._head(hidden)[:depth])
-        where: list[Where] = [[(s.sampling, len(s.tokens) + ahead) for s, _ in live] for ahead in range(depth)]
+        where: list[Where] = [[(s.sampling, len(s.tokens), ahead) for s, _ in live] for ahead in range(depth)]
         make = self._chains if self._topk == 1 else self._trees
         drafts = make(live, logits, where)
         return [drafts.get(sequence.id, Draft()) for sequence, _ in work]

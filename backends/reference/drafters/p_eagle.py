@@ -60,7 +60,7 @@ class Parallel:
         rows = [first + ahead for first, (_, limit) in zip(firsts, due, strict=True) for ahead in range(limit)]
         if not rows:
             return {}
-        where = [(s.sampling, len(s.tokens) + ahead) for s, limit in due for ahead in range(limit)]
+        where = [(s.sampling, len(s.tokens), ahead) for s, limit in due for ahead in range(limit)]
         tokens, laws = self._choice.one(self._head.logits(output[rows]), where)
         drafts, at = {}, 0
         for sequence, limit in due:

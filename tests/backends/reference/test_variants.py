@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
 from tiny_models import PROMPTS, Build, generate, request, sampled_requests, save, shape
 from torch import Tensor
 from transformers import Qwen2Config
@@ -24,7 +27,7 @@ from backends.reference.heads.block import causal
 from backends.reference.kv_cache import KVCache
 from backends.reference.loader import load_model
 from backends.reference.options import EngineOptions
-from backends.reference.sampling import Sampling
+from backends.reference.sampling import Sampling, probabilities
 from backends.reference.sequence import Sequence
 from backends.reference.verify import Draft
 from backends.types import ConfigError
@@ -93,6 +96,57 @@ def test_chunked_prompts_and_preemption_do_not_change_the_text(
     assert generate(engine, sampled_requests()) == sampled
     assert bool(engine.counters.preemptions) == ("kv_cache_tokens" in fields)
     assert engine.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_no_coin_is_thrown_twice(rule: str, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a coin has decided must not decide again; under block verification that goes for the noise of drafts as well, because
+    how many tokens a step keeps depends on all of its draft."""
+    used: list[tuple[object, ...]] = []
+
+    def spy(module: str, function: str) -> None:
+        original = getattr(importlib.import_module(module), function)
+
+        def spied(*args: object, **kwargs: object) -> object:
+            key = args[:3] if function == "uniform" else args[1:4]
+            used.append((function, *key))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(f"{module}.{function}", spied)
+
+    spy("backends.reference.engine", "uniform")
+    spy("backends.reference.engine", "race")
+    if rule == "block":
+        spy("backends.reference.drafters.choice", "log_exponential")
+    for variant, tree in (("draft_model", {}), ("p_eagle", {}), ("eagle3", TREE)):
+        used.clear()
+        engine = build(variant, 3, sampling=rule, max_num_seqs=2, **tree)
+        generate(engine, [request(p, 40, temperature=1.0, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS[:2])])
+        assert len(used) > 60
+        assert len(set(used)) == len(used)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_text_over_several_steps_has_the_target_s_law(rule: str, build: Build) -> None:
+    """1,000 seeds, five tokens of two choices each: 32 texts, whose frequencies are held against the product of the target's
+    probabilities. Rules are exact within a step (test_verify); this is about what steps have in common."""
+    sampling = Sampling(temperature=1.0, top_k=2)
+    engine = build("draft_model", 3, sampling=rule)
+    prompt = PROMPTS[5]
+    law = {(): 1.0}
+    for _ in range(5):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, weight in law.items():
+            (hidden, _), _ = target_pass(engine, [*prompt, *text])
+            p = probabilities(engine.model.logits(hidden[-1:])[0], sampling)
+            longer |= {(*text, int(token)): weight * float(p[token]) for token in p.nonzero().flatten()}
+        law = longer
+    count = 1000
+    made = generate(engine, [request(prompt, 5, temperature=1.0, top_k=2, seed=seed, ignore_eos=True) for seed in range(count)])
+    seen = Counter(tuple(ids) for ids in made)
+    assert set(seen) <= set(law)
+    assert chisquare([seen[text] for text in law], [count * weight for weight in law.values()]).pvalue > 1e-3
+    assert engine.counters.decode_steps < 4 * count * 0.9
 
 
 @pytest.mark.parametrize(("variant", "tree"), HEADS, ids=name)
@@ -281,7 +335,7 @@ def test_what_a_head_says_it_drew_from_is_what_it_drew_from(variant: str, build:
     counts = torch.zeros(published.VOCAB)
     law = torch.zeros(0)
     for seed in range(3000):
-        tokens, (drawn,) = head.one(logits, [(Sampling(0.7, top_p=0.9, seed=seed), 5)])
+        tokens, (drawn,) = head.one(logits, [(Sampling(0.7, top_p=0.9, seed=seed), 5, 0)])
         assert drawn is not None
         law = drawn
         counts[tokens[0]] += 1

@@ -215,7 +215,7 @@ def test_block_keeps_the_longest_prefix_whose_coin_says_so() -> None:
     else:
         pytest.fail("no draft whose coins decide")
     for coins, length in (((0.0, 0.0), 2), ((0.0, 1.0), 1), ((1.0, 0.0), 2), ((1.0, 1.0), 0)):
-        path, law = block(draft, lambda node: p[texts[node]], lambda n, _, coins=coins: coins[n - 1])
+        path, law = block(draft, lambda node: p[texts[node]], lambda n, coins=coins: coins[n - 1])
         assert path == (1, 2)[:length]
         assert torch.equal(law, laws[length])
 
