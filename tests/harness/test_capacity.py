@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.simulated.virtual import SimulatedRequest, SimulatedRun, simulate
+from backends.simulated.world import Limits, TargetCost, World
 from harness.capacity import Point, ceiling, demand, fleet, is_saturated, usd_per_million_tokens
 
 SLO = {"tpot_p95": 0.040, "ttft_p95": 0.5}
@@ -97,3 +99,33 @@ def test_a_fleet_always_carries_its_busiest_minute_and_one_replica_fewer_would_n
         assert row.replicas_peak * rps >= row.peak_minute_rps * (1 - 1e-6)
         assert (row.replicas_peak - 1) * rps < row.peak_minute_rps
         assert row.replicas_p95 <= row.replicas_peak
+
+
+WORLD = World("engine", TargetCost(0.004, 0.010, 0.0004, 0.00002), limits=Limits(max_num_seqs=64))
+"""A step takes 14 ms and 0.4 ms for each sequence: 16 sequences decode at 20.4 ms a token."""
+
+
+def asked(n: int, arrivals: np.ndarray | None = None) -> list[SimulatedRequest]:
+    times = np.zeros(n) if arrivals is None else arrivals
+    return [SimulatedRequest(float(at), 100, 60) for at in times]
+
+
+def p95(run: SimulatedRun) -> float:
+    return float(np.quantile(run.tpot_s, 0.95))
+
+
+def test_replays_below_what_passed_meet_the_limit_and_above_what_failed_break_it() -> None:
+    points = []
+    for concurrency in (1, 4, 16, 32):
+        run = simulate(WORLD, asked(20 * concurrency), concurrency=concurrency)
+        rate = concurrency / float(run.e2e_s.mean())
+        points.append(Point(concurrency, rate, rate * 60, {"tpot_p95": p95(run)}))
+    limit = {"tpot_p95": 0.0215}
+    found = ceiling(points, limit)
+    assert (found.passing_concurrency, found.failing_concurrency) == (16, 32)
+    assert found.passing_rps is not None
+    assert found.failing_rps is not None
+    rng = np.random.default_rng(0)
+    for rate, passes in ((0.7 * found.passing_rps, True), (1.1 * found.failing_rps, False)):
+        arrivals = np.cumsum(rng.exponential(1 / rate, size=600))
+        assert (p95(simulate(WORLD, asked(600, arrivals))) <= limit["tpot_p95"]) is passes
