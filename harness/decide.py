@@ -191,7 +191,7 @@ def judge(evidence: Evidence) -> Judgement:
         below,
         break_even,
         schedule(evidence.schedule, wins, below) if verdict in ("enable", "enable_below_batch") else (),
-        tuple(_warnings(deciding)),
+        tuple(_warnings(evidence, deciding, speedup)),
     )
 
 
@@ -277,7 +277,14 @@ def _drift_reason(drift: float) -> tuple[str, ...]:
     )
 
 
-def _warnings(deciding: BatchEvidence) -> list[str]:
+def _warnings(evidence: Evidence, deciding: BatchEvidence, speedup: Ratio) -> list[str]:
+    lines = []
     if deciding.tau is not None and deciding.tau < 1.05:
-        return [f"tau is {deciding.tau:.2f}: hardly a draft token is accepted; look at the draft before the timing."]
-    return []
+        lines.append(f"tau is {deciding.tau:.2f}: hardly a draft token is accepted; look at the draft before the timing.")
+    own = evidence.open_e2e_p50
+    if own is not None and own is not speedup and ((speedup.better and own.value < 1) or (speedup.worse and own.value > 1)):
+        lines.append(
+            f"One replay of each at the trace's own load points the other way ({own.value:.2f}x): a single pair has no interval, "
+            "so it does not decide; replay more often before believing either."
+        )
+    return lines

@@ -156,3 +156,11 @@ def test_steps_without_a_draft_are_one_note_beside_tau() -> None:
     row = replace(at(4, 1.2, 1.3), drafted_share=0.31, tau_drafted=4.2)
     (line,) = [r for r in judge(world(row)).reasons if "had a draft" in r]
     assert line == "Acceptance length tau is 2.00 tokens per step (31% of steps had a draft: 4.20 over those)."
+
+
+def test_a_single_replay_at_the_traces_own_load_that_points_the_other_way_is_a_warning() -> None:
+    sure = world(at(4, 1.2, 1.3))
+    against = judge(replace(sure, open_e2e_p50=Ratio(0.6, None)))
+    assert against.verdict == "enable"
+    assert any("points the other way (0.60x)" in warning for warning in against.warnings)
+    assert judge(replace(sure, open_e2e_p50=Ratio(1.4, None))).warnings == ()
