@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from harness.result_schema import validate
 from tests.checkpoints import write_llama
@@ -74,6 +75,9 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
 @pytest.mark.slow
 def test_a_draft_that_does_not_know_its_target_is_diagnosed(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
     draft, out = write_llama(tmp_path / "draft", seed=7), tmp_path / "run"
+    weights = load_file(draft / "model.safetensors")
+    weights["model.norm.weight"] = -weights["model.norm.weight"]  # drafts the least likely token
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
     options = ["--variants", "off,draft_model", "--draft", f"draft_model={draft}"]
     subprocess.run([*command(trace, tiny_model, out), *options], check=True, timeout=300)
     result = json.loads((out / "result.json").read_text())
