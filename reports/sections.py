@@ -29,7 +29,7 @@ class Section:
 
 def _if_present(key: str) -> Builder:
     """A section whose shape is open: the value as it stands, where there is one."""
-    return lambda run: {"value": run.result[key]} if run.result[key] else None
+    return lambda run: {"value": run.result[key]} if run.result.get(key) else None
 
 
 def _basis(run: RunData) -> Mapping[str, Any] | None:
@@ -133,6 +133,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("environment", "Environment and versions", _environment),
     Section("cost", "What the search cost", _cost),
     Section("predictions", "Predictions", _predictions),
+    Section("funnel", "How the search narrowed", _if_present("funnel")),
     Section("selftest", "Self-test of the measuring client", _if_present("selftest")),
     Section("method", "Method and glossary", lambda run: {}),
     Section("reproduce", "How to reproduce", _reproduce),

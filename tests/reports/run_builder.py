@@ -102,6 +102,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
         "losslessness": sections.losslessness(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "diagnosis": sections.diagnosis(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "acceptance": sections.acceptance(spec.traces[0], _first_config(spec)) if spec.extras else [],
+        "funnel": sections.funnel(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "interference": sections.interference(_first_config(spec)) if spec.extras else None,
         "capacity": sections.capacity(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "selftest": None,

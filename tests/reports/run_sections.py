@@ -206,3 +206,17 @@ def interference(config: Mapping[str, Any]) -> list[dict[str, Any]]:
             "order": "prefill first",
         }
     ]
+
+
+def funnel(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tau = [{"k": 1, "value": 1.8, "ci95": None}, {"k": 3, "value": 2.9, "ci95": None}]
+    return [
+        {
+            "group": "reference",
+            "step_cost": {"error": 0.04, "loads": 9, "crossover_batch": 6.5, "by_batch": []},
+            "acceptance": [{"trace": trace, "config": config, "tau": tau, "position_rates": [0.8], "gap": None}],
+            "pruned": [{"config": config, "reason": f"predicted slower than off {HOSTILE}"}],
+            "schedule": [],
+            "confirmation": {"rounds": 2, "clear": False, "winner": config, "speedups": []},
+        }
+    ]

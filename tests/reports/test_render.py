@@ -312,3 +312,10 @@ def test_a_comparison_across_the_machines_drift_gets_a_caveat(tmp_path: Path) ->
     assert caveat not in rendered_with(tmp_path / "a", lambda result: None).text
     page = rendered_with(tmp_path / "b", lambda result: result["decisions"][0]["depth"].update(drift=1.37))
     assert "the machine changed by 37.0 % in between" in page.text
+
+
+def test_how_the_search_narrowed_is_shown_as_predicted(rendered: dict[str, Path]) -> None:
+    text = page_of(rendered["plain"]).text
+    assert "fitted to 9 loads within 4.0 %; arithmetic outweighs memory from a batch size of about 6.50 on." in text
+    assert "K = 1: 1.80, K = 3: 2.90" in text
+    assert "Confirmed in 2 rounds: draft model, K = 1, without a clear winner." in text
