@@ -19,8 +19,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -74,6 +72,11 @@ class Sampling(BaseModel):
 
 class CompletionRequest(Sampling):
     prompt: str | TokenIds | list[str] | list[TokenIds]
+    logprobs: int | None = Field(default=None, ge=0)  # alternatives for each token
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class ChatMessage(BaseModel):
@@ -88,6 +91,12 @@ class ChatRequest(Sampling):
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0)  # alternatives for each token
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(BaseModel):
@@ -146,6 +155,9 @@ def generation_request(engine: ServedEngine, body: CompletionRequest | ChatReque
     if body.model != engine.model:
         raise RequestError(f"the model '{body.model}' does not exist; this server has '{engine.model}'", field="model")
     refuse_unsupported(body)
+    if body.alternatives is not None and (not engine.max_logprobs or body.alternatives > engine.max_logprobs):
+        reason = f"at most {engine.max_logprobs}" if engine.max_logprobs else "not supported by this server; leave it out"
+        raise RequestError(f"logprobs={body.alternatives}: {reason}", field="logprobs")
     if isinstance(body, ChatRequest):
         ids, where = chat_ids(engine, body), "messages"
     else:
@@ -177,6 +189,7 @@ def generation_request(engine: ServedEngine, body: CompletionRequest | ChatReque
         seed=body.seed,
         stop=stop,
         ignore_eos=body.ignore_eos,
+        logprobs=body.alternatives,
         request_id=request_id,
         category=(body.metadata or {}).get("category"),
     )

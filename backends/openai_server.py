@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from importlib import metadata
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from backends.openai_requests import (
     generation_request,
     prompt_ids,
 )
-from backends.serving import GenerationRequest, RequestError, ServedEngine, TokenChunk
+from backends.serving import GenerationRequest, RequestError, ServedEngine, TokenChunk, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
 
@@ -53,7 +53,8 @@ def error_response(message: str, *, kind: str = "BadRequestError", field: str | 
 class Rendering:
     """Turns the chunks of one request into the JSON of its endpoint."""
 
-    def __init__(self, body: Sampling, request: GenerationRequest) -> None:
+    def __init__(self, body: Sampling, request: GenerationRequest, decode: Callable[[Sequence[int]], str]) -> None:
+        self.decode = decode
         self.chat = isinstance(body, ChatRequest)
         self.body = body
         self.prompt_ids = request.prompt_ids
@@ -88,7 +89,7 @@ class Rendering:
         """One event; counts its tokens."""
         first = self.completion_tokens == 0
         self.completion_tokens += len(chunk.token_ids)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": chunk.finish_reason, "logprobs": None}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": chunk.finish_reason, "logprobs": self.logprobs([chunk])}
         if self.chat:
             choice["delta"] = {"content": chunk.text}
         else:
@@ -102,6 +103,25 @@ class Rendering:
             event["usage"] = self.usage()
         return _event(event)
 
+    def logprobs(self, chunks: Sequence[TokenChunk]) -> dict[str, Any] | None:
+        """Log-probabilities of the chunks' tokens in the layout of the endpoint; None where they were not asked for."""
+        told = [(token, entry) for chunk in chunks for token, entry in zip(chunk.token_ids, chunk.logprobs, strict=False)]
+        if not told:
+            return None
+
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": self.decode([token]), "logprob": logprob}
+
+        if self.chat:
+            content = [{**named(token, e.logprob), "top_logprobs": [named(*top) for top in e.top]} for token, e in told]
+            return {"content": content}
+        return {
+            "tokens": [self.decode([token]) for token, _ in told],
+            "token_logprobs": [entry.logprob for _, entry in told],
+            # Two tokens may read alike, which one mapping cannot hold: then the less likely one carries its id too.
+            "top_logprobs": [_by_text(entry, self.decode) for _, entry in told],
+        }
+
     def closing(self) -> bytes:
         if not self.body.wants_usage:
             return DONE
@@ -111,7 +131,8 @@ class Rendering:
         """The body of a request that is not streamed."""
         self.completion_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         text = "".join(chunk.text for chunk in chunks)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": chunks[-1].finish_reason if chunks else None, "logprobs": None}
+        finish_reason = chunks[-1].finish_reason if chunks else None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": self.logprobs(chunks)}
         response: dict[str, Any] = {**self.head, "choices": [choice], "usage": self.usage()}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text}
@@ -121,6 +142,14 @@ class Rendering:
             choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
             (response if self.chat else choice)["prompt_token_ids"] = self.prompt_ids
         return orjson.dumps(response)
+
+
+def _by_text(entry: TokenLogprob, decode: Callable[[Sequence[int]], str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token, logprob in entry.top:
+        text = decode([token])
+        found[f"{text} ({token})" if text in found else text] = logprob
+    return found
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -235,7 +264,7 @@ def create_app(engine: ServedEngine) -> FastAPI:
             return error_response("the engine is not ready", kind="ServiceUnavailableError", code=503)
         request_id = http.headers.get("x-request-id") or uuid.uuid4().hex
         request = generation_request(engine, body, request_id=request_id)
-        return GenerationResponse(engine, request, Rendering(body, request))
+        return GenerationResponse(engine, request, Rendering(body, request, engine.decode))
 
     @app.post("/v1/completions")
     async def completions(http: Request, body: CompletionRequest) -> Response:

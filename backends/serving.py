@@ -27,8 +27,17 @@ class GenerationRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives told for each token, most likely first; None: no log-probabilities
     request_id: str = ""
     category: str | None = None  # the simulated engine's acceptance may depend on it; others ignore it
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position, before temperature and cuts."""
+
+    logprob: float  # of the token emitted
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,7 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None = None  # stop, length; set on the last chunk only
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token, where they were asked for
 
 
 class ServedEngine(Protocol):
@@ -45,6 +55,7 @@ class ServedEngine(Protocol):
 
     model: str
     max_model_len: int
+    max_logprobs: int  # most alternatives a request may ask for; 0: this engine tells no log-probabilities
 
     @property
     def ready(self) -> bool: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 
 import psutil
@@ -22,7 +22,7 @@ from backends.reference.sequence import Sequence, StepOutput
 from backends.reference.step_clock import StepClock
 from backends.reference.tokenizer import TextStream, Tokenizer
 from backends.reference.verify import Draft, Verdict, block, forced, reject, walk
-from backends.serving import GenerationRequest, RequestError
+from backends.serving import GenerationRequest, RequestError, TokenLogprob
 from backends.types import ConfigError
 
 KV_SHARE_OF_MEMORY = 0.25
@@ -160,6 +160,7 @@ class Engine:
             sampling=Sampling(request.temperature, request.top_k, request.top_p, seed),
             end_ids=frozenset() if request.ignore_eos else self.model.config.eos_ids,
             text=TextStream(self.tokenizer, request.stop),
+            logprobs=request.logprobs,
         )
         self.scheduler.add(sequence)
         return sequence
@@ -246,6 +247,8 @@ class Engine:
                 verdicts[sequence.id] = self._reject(sequence, draft, logits[at:end])
             else:
                 verdicts[sequence.id] = walk(draft, chosen[at:end])
+            if sequence.logprobs is not None:
+                verdicts[sequence.id] = _with_logprobs(verdicts[sequence.id], draft, logits[at:end], sequence.logprobs)
         return verdicts
 
     def _forced_length(self, sequence: Sequence) -> int:
@@ -310,7 +313,7 @@ class Engine:
         if reason is not None:
             text += sequence.text.finish()
         self._count(draft, min(len(verdict.path), len(tokens)), len(tokens), decoding)
-        return StepOutput(sequence, tuple(tokens), text, reason)
+        return StepOutput(sequence, tuple(tokens), text, reason, verdict.logprobs[: len(tokens)])
 
     def _count(self, draft: Draft, accepted: int, emitted: int, decoding: bool) -> None:
         counters = self.counters
@@ -349,3 +352,15 @@ def _capacity(options: EngineOptions, rows: int, bytes_per_token: int) -> int:
     else:
         memory = torch.cuda.get_device_properties(options.device).total_memory
     return max(least, min(most, int(memory * KV_SHARE_OF_MEMORY / bytes_per_token)))
+
+
+def _with_logprobs(verdict: Verdict, draft: Draft, logits: Tensor, count: int) -> Verdict:
+    """The verdict with log-probabilities of its tokens, each from the logits [nodes, vocab] of the node before it."""
+    tokens = [*(draft.tokens[node - 1] for node in verdict.path), verdict.token]
+    rows = logits[[0, *verdict.path]].float().log_softmax(-1)
+    top = rows.topk(max(count, 1), dim=-1)
+    told = tuple(
+        TokenLogprob(float(row[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))[:count])
+        for row, token, ids, values in zip(rows, tokens, top.indices, top.values, strict=True)
+    )
+    return replace(verdict, logprobs=told)

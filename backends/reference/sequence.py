@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from backends.reference.sampling import Sampling
 from backends.reference.tokenizer import TextStream
+from backends.serving import TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +20,7 @@ class Sequence:
     sampling: Sampling
     end_ids: frozenset[int]  # empty where the request ignores EOS
     text: TextStream
+    logprobs: int | None = None  # alternatives told for each token; None: none asked for
     slot: int = -1  # -1: not running
     computed: int = 0
     reused: int | None = None  # tokens of the prompt that another sequence had computed; None: never had a slot
@@ -51,3 +53,4 @@ class StepOutput:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...] = ()

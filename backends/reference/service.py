@@ -28,6 +28,8 @@ class _Stream:
 class Service:
     """`backends.serving.ServedEngine` over an `Engine`. `ready` turns true when the thread has warmed the engine up."""
 
+    max_logprobs = 20
+
     def __init__(self, engine: Engine, model: str) -> None:
         self.model = model
         self.max_model_len = engine.max_model_len
@@ -96,7 +98,9 @@ class Service:
                 draining |= self._take_messages(wait=not engine.has_work)
                 if engine.has_work:
                     outputs = engine.step()
-                    self._deliver([(o.sequence.id, TokenChunk(o.token_ids, o.text, o.finish_reason)) for o in outputs])
+                    self._deliver(
+                        [(o.sequence.id, TokenChunk(o.token_ids, o.text, o.finish_reason, o.logprobs)) for o in outputs]
+                    )
         except Exception as failure:
             traceback.print_exc()
             self._accepting = False

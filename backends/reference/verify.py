@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backends.serving import TokenLogprob
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -57,6 +59,7 @@ class Verdict:
 
     path: tuple[int, ...]
     token: int
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the emitted tokens, where the request asked
 
 
 def walk(draft: Draft, chosen: Sequence[int]) -> Verdict:

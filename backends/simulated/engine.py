@@ -148,6 +148,8 @@ class Replica:
 class SimulatedEngine:
     """A `backends.serving.ServedEngine` whose truth is known. `replicas` > 1: data parallel, the least loaded one is taken."""
 
+    max_logprobs = 0
+
     def __init__(
         self,
         world: World,

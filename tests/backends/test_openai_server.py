@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -18,9 +19,15 @@ import pytest
 import uvicorn
 
 from backends.openai_server import create_app, listen
-from backends.serving import GenerationRequest, RequestError, TokenChunk
+from backends.serving import GenerationRequest, RequestError, TokenChunk, TokenLogprob
 
 SCRIPT = (TokenChunk((11,), "one"), TokenChunk((12, 13, 14), " two three four"), TokenChunk((15,), " five", "length"))
+
+
+def with_logprobs(chunk: TokenChunk, count: int) -> TokenChunk:
+    """Every token at -0.5, the runner-up, which reads the same, at -1.5."""
+    told = [TokenLogprob(-0.5, ((token, -0.5), (token + 100, -1.5))[:count]) for token in chunk.token_ids]
+    return replace(chunk, logprobs=tuple(told))
 
 
 class ScriptedEngine:
@@ -29,6 +36,7 @@ class ScriptedEngine:
 
     model = "scripted"
     max_model_len = 100
+    max_logprobs = 2
 
     def __init__(self) -> None:
         self.ready = True
@@ -43,7 +51,7 @@ class ScriptedEngine:
         return [7] * len(tools or ()) + self.encode(" ".join(message["content"] for message in messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return ""
+        return f"<{token_ids[0] % 100}>"
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self.seen.append(request)
@@ -54,7 +62,7 @@ class ScriptedEngine:
             raise RequestError("seed must be under 10", field="seed")
         try:
             for chunk in SCRIPT:
-                yield chunk
+                yield chunk if request.logprobs is None else with_logprobs(chunk, request.logprobs)
                 if first == 1:
                     raise RuntimeError("engine dead")
                 if first == 4:
@@ -143,7 +151,7 @@ def test_parameters_reach_the_engine(client: httpx.Client, engine: ScriptedEngin
     body = {"model": "scripted", "prompt": ["a"], "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "seed": 4}
     extra = {"stop": "x", "ignore_eos": True, "metadata": {"category": "code"}, "user": "someone", "n": 1}
     assert client.post("/v1/completions", json={**body, **extra}, headers={"x-request-id": "r7"}).status_code == 200
-    assert engine.seen == [GenerationRequest((101,), 3, 0.5, 0.9, 0, 4, ("x",), True, "r7", "code")]
+    assert engine.seen == [GenerationRequest((101,), 3, 0.5, 0.9, 0, 4, ("x",), True, None, "r7", "code")]
 
 
 @pytest.mark.parametrize(
@@ -277,3 +285,23 @@ def test_port_in_use_is_one_line_and_exit_code_2() -> None:
         )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port"]
+
+
+def test_log_probabilities_have_the_layout_of_the_endpoint(client: httpx.Client) -> None:
+    body = {"model": "scripted", "prompt": "a", "max_tokens": 5, "logprobs": 2}
+    told = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert told["tokens"] == ["<11>", "<12>", "<13>", "<14>", "<15>"]
+    assert told["token_logprobs"] == [-0.5] * 5
+    assert told["top_logprobs"][0] == {"<11>": -0.5, "<11> (111)": -1.5}
+    chat = {"model": "scripted", "messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+    content = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5
+    assert content[0] == {
+        "token": "<11>",
+        "logprob": -0.5,
+        "top_logprobs": [{"token": "<11>", "logprob": -0.5}, {"token": "<11>", "logprob": -1.5}],
+    }
+    streamed = client.post("/v1/completions", json={**body, "stream": True}).text
+    assert streamed.count('"token_logprobs":[-0.5') == 3  # one for each chunk
+    without = client.post("/v1/completions", json={**body, "logprobs": None}).json()
+    assert without["choices"][0]["logprobs"] is None

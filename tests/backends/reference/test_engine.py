@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import EOS, PROMPTS, Build, generate, output, request, sampled_requests, save_tokenizer
+from transformers import AutoModelForCausalLM
 
 from backends.reference.batch import Piece, build_batch
 from backends.reference.drafters.draft_model import DraftModel
@@ -18,7 +19,7 @@ from backends.reference.kv_cache import KVCache
 from backends.reference.model import Decoder
 from backends.reference.sequence import Sequence
 from backends.reference.verify import Draft
-from backends.serving import GenerationRequest, RequestError
+from backends.serving import GenerationRequest, RequestError, TokenLogprob
 from backends.types import ConfigError
 
 
@@ -344,3 +345,35 @@ def test_requests_that_cannot_be_served_are_refused(bad: GenerationRequest, fiel
         engine.add(bad)
     assert refused.value.field == field
     assert not engine.has_work
+
+
+def told(engine: Engine, prompts: list[list[int]]) -> list[list[TokenLogprob]]:
+    """Log-probabilities of each request's tokens, two alternatives each."""
+    sequences = [engine.add(request(prompt, logprobs=2)) for prompt in prompts]
+    found: dict[int, list[TokenLogprob]] = {sequence.id: [] for sequence in sequences}
+    while engine.has_work:
+        for step in engine.step():
+            assert len(step.logprobs) == len(step.token_ids)
+            found[step.sequence.id] += step.logprobs
+    return [found[sequence.id] for sequence in sequences]
+
+
+@pytest.mark.parametrize(("variant", "k"), [("off", 0), ("ngram", 4), ("draft_model", 3)])
+def test_log_probabilities_are_the_models_own_whatever_is_drafted(
+    variant: str, k: int, build: Build, tiny_dir: Path, greedy: list[list[int]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    for prompt, text, entries in zip(PROMPTS, greedy, told(build(variant, k), PROMPTS), strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert [entry.top[0][0] for entry in entries] == text
+        assert [entry.logprob for entry in entries] == pytest.approx(
+            [float(r[t]) for r, t in zip(rows, text, strict=True)], abs=1e-4
+        )
+        assert [entry.top[1][1] for entry in entries] == pytest.approx(rows.topk(2).values[:, 1].tolist(), abs=1e-4)
+
+
+def test_no_log_probabilities_are_worked_out_where_nobody_asks(build: Build) -> None:
+    engine = build("off", 0)
+    engine.add(request(PROMPTS[0]))
+    assert {step.logprobs for _ in iter(lambda: engine.has_work, False) for step in engine.step()} == {()}
