@@ -80,7 +80,8 @@ def child(url: str, rate: float, count: int, out: Path) -> None:
     from harness.types import Load
     from workloads.types import Request
 
-    arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / rate, count)).tolist()
+    gaps = np.random.default_rng(0).exponential(1, count)
+    arrivals = np.cumsum(gaps / gaps.mean() / rate).tolist()  # exactly `rate` on average
     requests = [Request(i, at, prompt="one two three four", max_tokens=CHUNKS) for i, at in enumerate(arrivals)]
     endpoint = Endpoint(base_url=url, backend="other", model="m")
     load = Load("trace", "load")

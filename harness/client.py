@@ -39,6 +39,7 @@ class ReplayOptions:
     send_lag_limit_s: float = 0.005  # p99; or a tenth of the median TTFT, where that is more
     keep_outputs: bool = False  # text and token ids stay in the records
     count_tokens: CountTokens | None = None  # for servers that say neither usage nor token ids
+    processes: int = 1  # client processes that share the load; see `harness.fanout`
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from backends.registry import ADAPTERS
 from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig
 from harness.answers import Output
 from harness.environment import environment
+from harness.fanout import more_processes
 from harness.measure import measure, records_table
 from harness.progress import RunProgress
 from harness.replay import Replay, ReplayOptions, replay
@@ -226,7 +227,8 @@ class Lab:
             if measurement.invalid is None:
                 break
             if attempt + 1 < ATTEMPTS:
-                self.progress.note(f"  measured again: {measurement.invalid}")
+                options = replace(options, processes=more_processes(load, result.client_busy, options.processes))
+                self.progress.note(f"  measured again from {options.processes} client process(es): {measurement.invalid}")
         log = self._server_dir / "server.log" if self._server_dir else None
         if measurement.invalid or measurement.e2e_s is None:
             return self._failed(common, measurement.invalid or "no request completed", begun)

@@ -195,7 +195,7 @@ def _sending_problem(replay: Replay, load: Load) -> str | None:
     if lag is not None and lag > limit:
         return (
             f"the client sent late: p{quantile * 100:.0f} send lag {lag * 1e3:.1f} ms, limit {limit * 1e3:.1f} ms; "
-            "is the machine busy with something else?"
+            f"it used {replay.client_busy:.0%} of its core"
         )
     sent = sorted(r.sent_s for r in records if r.sent_s is not None)
     planned = sorted(r.intended_s for r in records)

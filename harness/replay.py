@@ -49,6 +49,7 @@ class Replay:
     start_clock_s: float = 0.0  # of the monotonic clock
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>
     excluded: dict[str, int] = field(default_factory=dict)
+    client_busy: float = 0.0  # share of a core that the client used, the fullest one of several
 
 
 class Sender:
@@ -105,6 +106,18 @@ class Sender:
         return done
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What sending a load left behind, without the server's own counts."""
+
+    records: list[RequestRecord]
+    lead: list[RequestRecord]
+    start_s: float  # of the monotonic clock; the records' times count from it
+    run_id: str
+    words: dict[str, str]
+    busy: float  # share of one core that this process used meanwhile
+
+
 async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:
     """Send every request once and wait for all of them.
 
@@ -115,55 +128,77 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
     """
     if not requests:
         raise WorkloadError(f"trace '{load.trace}': no requests to send")
+    telemetry = Telemetry(endpoint, Pool(Origin.of(endpoint.base_url)))
+    began = time.monotonic()
+    try:
+        before = await telemetry.read()
+        sampling = asyncio.ensure_future(telemetry.sample())
+        try:
+            if options.processes > 1:
+                from harness.fanout import send_from_several
+
+                sent = await send_from_several(endpoint, requests, load, options)
+            else:
+                sent = await send(endpoint, requests, load, options)
+        finally:
+            sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sampling
+        wall_s = time.monotonic() - began
+        after = await telemetry.settled()
+    finally:
+        telemetry.close()
+    counters, warnings, invalid = _window_counters(before, after)
+    if options.processes > 1:
+        warnings.append(f"sent from {options.processes} client processes, since one core could not hold the load")
+    return Replay(
+        load=load,
+        records=sent.records,
+        lead=sent.lead,
+        window_s=_window(sent.records),
+        wall_s=wall_s,
+        counters=counters,
+        gauges=tuple((at - sent.start_s, gauges) for at, gauges in telemetry.samples),
+        warnings=(*warnings, *_failure_words(sent.words)),
+        invalid=telemetry.broken or invalid,
+        send_lag_limit_s=options.send_lag_limit_s,
+        start_clock_s=sent.start_s,
+        run_id=sent.run_id,
+        excluded={"lead": len(sent.lead)} if sent.lead else {},
+        client_busy=sent.busy,
+    )
+
+
+async def send(
+    endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions, *, start_s: float | None = None
+) -> Sent:
+    """Send every request once, from this process; `start_s` is the clock time from which arrivals and records count."""
     calls = [call_of(request, endpoint, options) for request in requests]
     pool = Pool(Origin.of(endpoint.base_url))
     sender = Sender(endpoint, options, pool, uuid4().hex[:12])
-    telemetry = Telemetry(endpoint, Pool(pool.origin))
     deadline: asyncio.TimerHandle | None = None
     try:
         await _check_answers(pool, endpoint)
-        before = await telemetry.read()
-        sampling = asyncio.ensure_future(telemetry.sample())
-        sender.start_s = began = time.monotonic()
         if options.load_deadline_s is not None:
             deadline = asyncio.get_running_loop().call_later(options.load_deadline_s, sender.stop)
         gc.collect()
         gc.freeze()  # a full collection would stop the load for milliseconds; what a load makes is small and has no cycles
         gc.disable()
+        began, used = time.monotonic(), time.process_time()
         try:
             if load.mode == "closed":
-                records, lead = await _closed(sender, calls, load)
+                records, lead = await _closed(sender, calls, load, start_s)
             else:
-                records, lead = await _open(sender, calls, load), []
-            wall_s = time.monotonic() - began
+                records, lead = await _open(sender, calls, load, start_s), []
+            busy = (time.process_time() - used) / max(time.monotonic() - began, 1e-9)
         finally:
             gc.enable()
             gc.unfreeze()
             if deadline is not None:
                 deadline.cancel()
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampling
-        after = await telemetry.settled()
     finally:
         pool.close()
-        telemetry.close()
-    counters, warnings, invalid = _window_counters(before, after)
-    return Replay(
-        load=load,
-        records=records,
-        lead=lead,
-        window_s=_window(records),
-        wall_s=wall_s,
-        counters=counters,
-        gauges=tuple((at - sender.start_s, gauges) for at, gauges in telemetry.samples),
-        warnings=(*warnings, *_failure_words(sender.words)),
-        invalid=telemetry.broken or invalid,
-        send_lag_limit_s=options.send_lag_limit_s,
-        start_clock_s=sender.start_s,
-        run_id=sender.run_id,
-        excluded={"lead": len(lead)} if lead else {},
-    )
+    return Sent(records, lead, sender.start_s, sender.run_id, sender.words, busy)
 
 
 async def _check_answers(pool: Pool, endpoint: Endpoint) -> None:
@@ -174,14 +209,14 @@ async def _check_answers(pool: Pool, endpoint: Endpoint) -> None:
         raise BackendError(f"no server answers at {endpoint.base_url}: {error or 'timed out'}", kind="crash") from None
 
 
-async def _open(sender: Sender, calls: Sequence[Call], load: Load) -> list[RequestRecord]:
+async def _open(sender: Sender, calls: Sequence[Call], load: Load, start_s: float | None) -> list[RequestRecord]:
     missing = next((call.request for call in calls if call.request.arrival_s is None), None)
     if missing is not None:
         raise WorkloadError(f"trace '{load.trace}': request {missing.index} has no arrival time; replay it in closed loop")
     scale = 1.0 if load.time_scale is None else load.time_scale
     times = [(call.request.arrival_s or 0.0) * scale for call in calls]
     prepared = [sender.render(call) for call in calls]
-    sender.start_s = time.monotonic() + 2 * CONNECT_AHEAD_S - min(times)
+    sender.start_s = time.monotonic() + 2 * CONNECT_AHEAD_S - min(times) if start_s is None else start_s
     tasks: dict[int, asyncio.Task[RequestRecord]] = {}
     for i in sorted(range(len(calls)), key=times.__getitem__):
         due = sender.start_s + times[i]
@@ -190,8 +225,11 @@ async def _open(sender: Sender, calls: Sequence[Call], load: Load) -> list[Reque
     return [await tasks[i] for i in range(len(calls))]
 
 
-async def _closed(sender: Sender, calls: Sequence[Call], load: Load) -> tuple[list[RequestRecord], list[RequestRecord]]:
+async def _closed(
+    sender: Sender, calls: Sequence[Call], load: Load, start_s: float | None
+) -> tuple[list[RequestRecord], list[RequestRecord]]:
     users = load.concurrency or 1
+    sender.start_s = time.monotonic() if start_s is None else start_s
     prepared = [sender.render(call) for call in calls]
     records: dict[int, RequestRecord] = {}
     lead: list[RequestRecord] = []
@@ -223,6 +261,7 @@ async def _closed(sender: Sender, calls: Sequence[Call], load: Load) -> tuple[li
             if lead[-1].status != "completed":
                 break
 
+    await sender.until(sender.start_s)
     await asyncio.gather(*(user(number) for number in range(users)))
     return [records[i] for i in range(len(calls))], lead
 
