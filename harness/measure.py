@@ -80,6 +80,7 @@ def measure(replay: Replay, load: Load, *, slo: Mapping[str, float] | None = Non
         throughput_ci95=throughput.ci95 if throughput else None,
         window_s=replay.window_s,
         excluded=replay.excluded,
+        gpus=replay.gpus,
         invalid=invalid,
         warnings=(*replay.warnings, *spec_warnings, *_token_warnings(replay.records)),
     )

@@ -16,10 +16,12 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from backends.types import BackendError, Endpoint, Gauges, SpecCounters
 from harness.client import Call, ReplayOptions, call_of, headers, payload, record, server_words, unseen
+from harness.gpu_state import GpuWatch
 from harness.pacer import sleep_until
 from harness.stream import StreamReader
 from harness.telemetry import Telemetry
@@ -29,6 +31,7 @@ from workloads.types import Request, WorkloadError
 
 CONNECT_AHEAD_S = 0.05  # a connection is ready before its request is due
 STOP_CHECK_S = 0.25
+HERE = ("127.0.0.1", "localhost", "::1")
 LEAD_TOKENS = 64  # of a lead-in request whose length nobody knows
 
 
@@ -50,6 +53,7 @@ class Replay:
     run_id: str = ""  # requests carried X-Request-Id: <run_id>-<index>
     excluded: dict[str, int] = field(default_factory=dict)
     client_busy: float = 0.0  # share of a core that the client used, the fullest one of several
+    gpus: list[dict[str, Any]] | None = None  # clocks, temperature and slowdowns of this machine's
 
 
 class Sender:
@@ -129,10 +133,13 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
     if not requests:
         raise WorkloadError(f"trace '{load.trace}': no requests to send")
     telemetry = Telemetry(endpoint, Pool(Origin.of(endpoint.base_url)))
+    gpus = GpuWatch.here() if Origin.of(endpoint.base_url).host in HERE else None
     began = time.monotonic()
     try:
         before = await telemetry.read()
-        sampling = asyncio.ensure_future(telemetry.sample())
+        watching = [asyncio.ensure_future(telemetry.sample())]
+        if gpus is not None:
+            watching.append(asyncio.ensure_future(gpus.sample()))
         try:
             if options.processes > 1:
                 from harness.fanout import send_from_several
@@ -141,13 +148,16 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
             else:
                 sent = await send(endpoint, requests, load, options)
         finally:
-            sampling.cancel()
+            for task in watching:
+                task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await sampling
+                await asyncio.gather(*watching)
         wall_s = time.monotonic() - began
         after = await telemetry.settled()
     finally:
         telemetry.close()
+        if gpus is not None:
+            gpus.close()
     counters, warnings, invalid = _window_counters(before, after)
     if options.processes > 1:
         warnings.append(f"sent from {options.processes} client processes, since one core could not hold the load")
@@ -160,12 +170,13 @@ async def replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, op
         counters=counters,
         gauges=tuple((at - sent.start_s, gauges) for at, gauges in telemetry.samples),
         warnings=(*warnings, *_failure_words(sent.words)),
-        invalid=telemetry.broken or invalid,
+        invalid=telemetry.broken or invalid or (gpus.problem() if gpus else None),
         send_lag_limit_s=options.send_lag_limit_s,
         start_clock_s=sent.start_s,
         run_id=sent.run_id,
         excluded={"lead": len(sent.lead)} if sent.lead else {},
         client_busy=sent.busy,
+        gpus=gpus.summary() if gpus else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -127,6 +127,7 @@ class Measurement:
     throughput_ci95: tuple[float, float] | None = None
     window_s: tuple[float, float] = (0.0, 0.0)  # the measured part of the load: ramp-up and drain excluded
     excluded: Mapping[str, int] = field(default_factory=dict)  # requests outside the window, by reason
+    gpus: Sequence[Mapping[str, Any]] | None = None  # clocks, temperature, slowdowns; None without a local GPU
     invalid: str | None = None  # why this measurement must not be used
     warnings: tuple[str, ...] = ()
 
