@@ -190,31 +190,27 @@ def slowed(world: World, factor: float) -> World:
     return replace(world, target=replace(cost, **times))
 
 
-def decisions(runs: int) -> None:
-    """Off against off at `slow` times the step time: 6 pairs of 50 requests are 300 an arm."""
-    for noise in (0.02, 0.11):
-        for slow in (1.0, 1.05):
-            for pairs, each in ((6, 50), (3, 100)):
-                baseline = replace(WORLD, noise=Noise(run_sigma=noise))
-                candidate = slowed(baseline, 1 / slow)
-                rng = np.random.default_rng(3)
-                outcomes: Counter[str] = Counter()
-                needed: list[str] = []
-                for run in range(runs):
-                    offs, ons = [], []
-                    for pair in range(pairs):
-                        requests = drawn(rng, each + 2 * LEAD)
-                        seed = 2 * (run * pairs + pair)
-                        offs.append(measured(closed(baseline, requests, "off", 0, seed), 1000 * pair))
-                        ons.append(measured(closed(candidate, requests, "off", 0, seed + 1), 1000 * pair))
-                    found = speedup_of_runs(offs, ons)
-                    outcomes[verdict(found)] += 1
-                    if verdict(found) == "inconclusive" and found.note:
-                        needed.append(found.note)
-                shares = ", ".join(f"{name} {count / runs:.1%}" for name, count in sorted(outcomes.items()))
-                counts = sorted(int(note.split()[0]) for note in needed)
-                asked = f"; pairs asked for, median {counts[len(counts) // 2]}" if counts else ""
-                print(f"noise {noise:.0%}, true change {slow - 1:.0%}, {pairs} pairs of {each}: {shares}{asked}", flush=True)
+def decisions(runs: int, noise: float, slow: float, pairs: int, each: int) -> None:
+    """Off against off at `slow` times the step time, `pairs` interleaved pairs of runs of `each` requests."""
+    baseline = replace(WORLD, noise=Noise(run_sigma=noise))
+    candidate = slowed(baseline, 1 / slow)
+    rng = np.random.default_rng(3)
+    outcomes: Counter[str] = Counter()
+    needed: list[int] = []
+    for run in range(runs):
+        offs, ons = [], []
+        for pair in range(pairs):
+            requests = drawn(rng, each + 2 * LEAD)
+            seed = 2 * (run * pairs + pair)
+            offs.append(measured(closed(baseline, requests, "off", 0, seed), 1000 * pair))
+            ons.append(measured(closed(candidate, requests, "off", 0, seed + 1), 1000 * pair))
+        found = speedup_of_runs(offs, ons)
+        outcomes[verdict(found)] += 1
+        if verdict(found) == "inconclusive" and found.note:
+            needed.append(int(found.note.split()[0]))
+    shares = ", ".join(f"{name} {count / runs:.1%}" for name, count in sorted(outcomes.items()))
+    asked = f"; pairs asked for, median {sorted(needed)[len(needed) // 2]}" if needed else ""
+    print(f"noise {noise:.0%}, true change {slow - 1:.0%}, {pairs} pairs of {each}: {shares}{asked}", flush=True)
 
 
 def main() -> None:
@@ -229,7 +225,9 @@ def main() -> None:
         for pairs in (2, 4):
             repeated_coverage(args.runs, pairs, 0.02)
     if args.what != "coverage":
-        decisions(args.runs)
+        for noise in (0.02, 0.11):
+            for slow in (1.0, 1.05):
+                decisions(args.runs, noise, slow, pairs=6, each=50)  # 300 requests an arm
 
 
 if __name__ == "__main__":
