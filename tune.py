@@ -413,6 +413,7 @@ def train_head(
         bool,
         typer.Option("--train-on-prompts", help="Draft from positions in prompts too: twice the work, and twice the variety."),
     ] = False,
+    start: Annotated[Path | None, typer.Option(help="EAGLE-3 head that a p_eagle head starts from.")] = None,
     k: Annotated[int, typer.Option("--k", help="Draft tokens per step in the simulated acceptance.", min=1)] = 4,
     max_tokens: Annotated[int, typer.Option(help="Cut each output of the target at N tokens.", min=3)] = 160,
     seed: Annotated[int, typer.Option(help="Seed of initialization and order.")] = 0,
@@ -433,6 +434,7 @@ def train_head(
         k=k,
         mask_token=mask_token(folder),
         prompts=train_on_prompts,
+        start=str(start or ""),
     )
     run(
         Request(

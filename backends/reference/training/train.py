@@ -20,7 +20,7 @@ from backends.reference.heads.files import TargetWeights
 from backends.reference.training.batches import FrozenHeadLoss, batch, epoch, usable
 from backends.reference.training.distill import Distilled, Example
 from backends.reference.training.simulate import Acceptance, simulate
-from backends.reference.training.trainees import Trainee, build, finished, unfinished
+from backends.reference.training.trainees import Trainee, build, finished, start_from, unfinished
 from backends.types import ConfigError
 
 STRAYS = 0.1
@@ -45,6 +45,7 @@ class Settings:
     held_out: int = 96  # conversations simulated after each epoch
     k: int = 4
     mask_token: int = 0
+    start: str = ""  # folder of an EAGLE-3 head that a P-EAGLE head starts from
 
 
 def frequent_tokens(examples: Sequence[Example], count: int, vocab: int) -> Tensor:
@@ -90,6 +91,8 @@ class Training:
             (self.token_map,), torch.arange(len(self.token_map))
         )
         self.trainee: Trainee = build(settings.variant, target, self.token_map, self.scale, mask_token=settings.mask_token)
+        if saved is None and settings.start:
+            start_from(self.trainee, Path(settings.start), target, self.scale)
         self.output = target.output[self.token_map].to(torch.bfloat16)
         self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +21,13 @@ from backends.reference.heads.eagle import Eagle
 from backends.reference.heads.eagle3 import Eagle3, Eagle3Options
 from backends.reference.heads.files import HeadFile, TargetWeights
 from backends.reference.heads.layouts import block_names, read
+from backends.reference.heads.load import load_head
 from backends.reference.heads.medusa import Medusa
 from backends.reference.heads.mtp import Mtp
 from backends.reference.heads.p_eagle import PEagle
 from backends.reference.training.batches import Batch
 from backends.reference.training.rollout import Bases, Rollout
+from backends.types import ConfigError
 
 Passes = Generator[tuple[Tensor, Bases], Tensor, None]
 
@@ -193,6 +196,23 @@ def build(variant: str, target: TargetWeights, token_map: Tensor, scale: Tensor,
     return BUILDERS[variant](target, token_map, scale, mask_token)
 
 
+def start_from(trainee: Trainee, folder: Path, target: TargetWeights, scale: Tensor) -> None:
+    """Start a P-EAGLE head from an EAGLE-3 head: what is drafted first is then right at once, and further blocks add nothing yet.
+
+    Raises:
+        ConfigError: `trainee` is another head, or the two have another vocabulary.
+    """
+    head = trainee.module
+    loaded = load_head(folder, target, "eagle3").head
+    if not isinstance(head, PEagle) or not isinstance(loaded, Eagle3) or not torch.equal(loaded.token_map, head.body.token_map):
+        raise ConfigError(f"only a P-EAGLE head starts from another head, {folder}, and of the same draft vocabulary")
+    state = {f"body.{name}": tensor.float() for name, tensor in loaded.state_dict().items() if name != "head.weight"}
+    head.load_state_dict(_scaled(trainee, {**head.state_dict(), **state}, scale) | {"mask_hidden": head.mask_hidden.detach()})
+    for block in head.body.rest:
+        nn.init.zeros_(block.attention.out.weight)  # type: ignore[arg-type, union-attr]
+        nn.init.zeros_(block.mlp.down.weight)  # type: ignore[arg-type, union-attr]
+
+
 def finished(trainee: Trainee, scale: Tensor) -> dict[str, Tensor]:
     """The module's state as it is used: the scale of the inputs folded in."""
     state = {name: tensor.detach().clone() for name, tensor in trainee.module.state_dict().items()}
@@ -253,6 +273,7 @@ def _p_eagle(target: TargetWeights, token_map: Tensor, scale: Tensor, mask_token
     _start_fc(body.fc, scale)
     head = PEagle(body.shape, body.options, target.embedding, token_map, target.embedding.float().mean(0))
     head.body = body
+    nn.init.normal_(head.mask_hidden, std=0.3)  # in units of the scale
     dtype = target.embedding.dtype
 
     def features(streams: Tensor) -> Tensor:

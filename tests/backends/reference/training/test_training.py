@@ -16,10 +16,11 @@ from backends.reference.heads.files import TargetWeights, read_target
 from backends.reference.heads.load import load_head
 from backends.reference.loader import load_model
 from backends.reference.options import EngineOptions
+from backends.reference.training.batches import batch
 from backends.reference.training.distill import Distilled, Example, generate, load, loop_start
 from backends.reference.training.simulate import simulate
 from backends.reference.training.train import Settings, Training
-from backends.reference.training.trainees import Trainee, build, finished, shape_of
+from backends.reference.training.trainees import Trainee, build, finished, shape_of, start_from
 from backends.types import ConfigError
 from tests.backends.reference.heads import published as p
 from tests.backends.reference.tiny_models import VOCAB
@@ -199,7 +200,6 @@ def settings(variant: str, **changes: object) -> Settings:
 
 def losses(run: Training) -> float:
     """Of the first draft token, on the training data (how many later ones there are changes as the head learns)."""
-    from backends.reference.training.batches import batch
     from backends.reference.training.train import Window
 
     torch.manual_seed(0)
@@ -299,3 +299,18 @@ def test_prompts_without_text_are_an_error_with_the_line(folder: Path, tmp_path:
     engine = Engine(EngineOptions(model=folder, max_num_seqs=2))
     with pytest.raises(ConfigError, match="line 2"):
         list(generate(engine, tmp_path / "prompts.jsonl", tmp_path / "out", max_tokens=4))
+
+
+@torch.no_grad()
+def test_p_eagle_started_from_eagle3_drafts_its_first_token(target: TargetWeights, data: Distilled, tmp_path: Path) -> None:
+    made, token_map, scale = trainee("eagle3", target)
+    head = published("eagle3", finished(made, scale), shape_of(target.config), token_map, target, 0)
+    write_published(tmp_path, "eagle3", head, target)
+    parallel = build("p_eagle", target, token_map, scale)
+    start_from(parallel, tmp_path, target, scale)
+    parallel.module.float()
+    examples = [e for e in data.examples if len(e.tokens) - e.prompt_tokens >= 3]
+    (x, _), (y, _) = (next(each.passes(batch(data, examples))) for each in (made, parallel))
+    torch.testing.assert_close(y, x, atol=0.05, rtol=0.02)  # the head was written in bf16
+    with pytest.raises(ConfigError, match="only a P-EAGLE head"):
+        start_from(made, tmp_path, target, scale)
