@@ -409,6 +409,7 @@ def train_head(
     epochs: Annotated[float, typer.Option(help="Passes over the outputs.", min=0.01)] = 4.0,
     draft_vocab: Annotated[int, typer.Option(help="Tokens a head with a reduced vocabulary may draft.", min=16)] = 8192,
     learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's learning rate.", min=0)] = 2.5e-3,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's weight decay.", min=0)] = 0.05,
     train_on_prompts: Annotated[
         bool,
         typer.Option("--train-on-prompts", help="Draft from positions in prompts too: twice the work, and twice the variety."),
@@ -429,6 +430,7 @@ def train_head(
         variant,
         epochs=epochs,
         learning_rate=learning_rate,
+        weight_decay=weight_decay,
         draft_vocab=draft_vocab,
         seed=seed,
         k=k,

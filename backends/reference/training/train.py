@@ -40,6 +40,7 @@ class Settings:
     rows: int = 640  # drafts that start in a batch
     prompts: bool = False  # whether drafts start in prompts too: twice the work of an epoch, and twice the variety
     learning_rate: float = 2.5e-3
+    weight_decay: float = 0.05
     draft_vocab: int = 8192
     seed: int = 0
     held_out: int = 96  # conversations simulated after each epoch
@@ -95,7 +96,9 @@ class Training:
             start_from(self.trainee, Path(settings.start), target, self.scale)
         self.output = target.output[self.token_map].to(torch.bfloat16)
         self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
+        )
         self.step, self.seconds = 0, 0.0
         if saved is not None:
             self.trainee.module.load_state_dict(saved["module"], strict=False)
