@@ -43,64 +43,68 @@ class Kept:
 
 
 class LosslessnessAudit:
-    """Asks a finalist and its off for the same answers and compares them. Texts stay in memory; only the comparison is kept."""
+    """Asks finalists and their off for the same answers and compares them. Texts stay in memory; only the comparison is kept."""
 
     def __init__(self, lab: Lab, store: RunStore, requests: Mapping[str, Sequence[Request]], seed: int) -> None:
         """`requests` by trace: those of the confirmation."""
         self._lab, self._seed = lab, seed
         self._requests = {name: few[:REQUESTS] for name, few in requests.items()}
         self._found = Kept(store, "losslessness")
-        self._greedy: dict[tuple[str, str], Answers] = {}
-        self._sampled: dict[tuple[str, str], Answers] = {}
+        self._answers: dict[tuple[str, str], Answers] = {}  # (trace and server, kind of answers)
         self._keys: list[str] = []
 
     def on(self, config: ServingConfig) -> None:
-        """To be called while the server of `config` runs, before `off`."""
+        """To be called while the server of `config` runs, before `off`. Several finalists may come before their off."""
         if config.backend == "simulated":  # it has no text to look at
             return
         for name in self._requests:
             key = key_of(name, config)
-            self._keys.append(key)
+            if key not in self._keys:
+                self._keys.append(key)
             if key not in self._found:
-                self._guard(key, name, config, partial(self._answer, "on", name))
+                self._guard(name, config, partial(self._ask, key, name))
 
     def off(self, config: ServingConfig) -> None:
         """Compare `config` with its off, whose server runs now."""
-        for name, few in self._requests.items():
+        for name in self._requests:
             key = key_of(name, config)
-            if key in self._found or ("on", name) not in self._greedy:
-                continue
-
-            def finish(endpoint: Endpoint, key: str = key, name: str = name, few: Sequence[Request] = few) -> None:
-                self._answer("off", name, endpoint)
-                control = ask_all(endpoint, few, at_once=CONTROL_AT_ONCE)
-                sides = [(self._greedy[side, name], self._sampled.get((side, name))) for side in ("on", "off")]
-                (on, on_sampled), (off, off_sampled) = sides
-                sampled = (on_sampled, off_sampled) if on_sampled and off_sampled else None
-                entry = losslessness.entry(on, off, control, shapes=(AT_ONCE, CONTROL_AT_ONCE), sampled=sampled)
-                self._found.add(key, {"trace": name, "config": config.to_dict(), **entry})
-                self._lab.progress.note(f"  losslessness: {entry['verdict'].replace('_', ' ')}: {entry['reason']}")
-
-            self._guard(key, name, config.off(), finish)
+            if key not in self._found and (key, "greedy") in self._answers:
+                self._guard(name, config.off(), partial(self._compare, key, name, config))
 
     def result(self) -> list[dict[str, Any]]:
         """Entries of this run's configurations for `result.json`."""
         return self._found.shown(self._keys)
 
-    def _answer(self, side: str, name: str, endpoint: Endpoint) -> None:
+    def _compare(self, key: str, name: str, config: ServingConfig, endpoint: Endpoint) -> None:
+        off = key_of(name, config.off())
+        if (off, "greedy") not in self._answers:  # another finalist's comparison may have asked already
+            self._ask(off, name, endpoint, gaps=True)
+        if (off, "control") not in self._answers:
+            self._answers[off, "control"] = ask_all(endpoint, self._requests[name], at_once=CONTROL_AT_ONCE)
+        on_sampled, off_sampled = (self._answers.get((of, "sampled")) for of in (key, off))
+        entry = losslessness.entry(
+            self._answers[key, "greedy"],
+            self._answers[off, "greedy"],
+            self._answers[off, "control"],
+            shapes=(AT_ONCE, CONTROL_AT_ONCE),
+            sampled=(on_sampled, off_sampled) if on_sampled and off_sampled else None,
+        )
+        self._found.add(key, {"trace": name, "config": config.to_dict(), **entry})
+        self._lab.progress.note(f"  losslessness: {entry['verdict'].replace('_', ' ')}: {entry['reason']}")
+
+    def _ask(self, key: str, name: str, endpoint: Endpoint, *, gaps: bool = False) -> None:
         few = self._requests[name]
-        self._greedy[side, name] = ask_all(endpoint, few, at_once=AT_ONCE, gaps=side == "off")
+        self._answers[key, "greedy"] = ask_all(endpoint, few, at_once=AT_ONCE, gaps=gaps)
         sampling = [r for r in few if r.sampling.get("temperature") != 0]
         if sampling:
-            self._sampled[side, name] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=self._seed)
+            self._answers[key, "sampled"] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=self._seed)
 
-    def _guard(self, key: str, name: str, config: ServingConfig, look: Callable[[Endpoint], None]) -> None:
+    def _guard(self, name: str, config: ServingConfig, look: Callable[[Endpoint], None]) -> None:
         """An audit that cannot be done is a line for the reader and no reason to lose the run."""
         try:
             look(self._lab.endpoint(config))
         except (NoAnswer, BackendError, ConfigError, ValueError) as problem:
-            self._greedy.pop(("on", name), None)
-            self._lab.progress.note(f"  losslessness of {config.label()} was not looked at: {problem}")
+            self._lab.progress.note(f"  losslessness of {config.label()} on {name} was not looked at: {problem}")
 
 
 def key_of(trace: str, config: ServingConfig) -> str:
