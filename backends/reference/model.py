@@ -40,7 +40,7 @@ class Decoder:
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self._embedding = embedding
+        self.embedding = embedding
         self._layers = tuple(layers)
         self._norm = norm
         self._head = head
@@ -56,7 +56,7 @@ class Decoder:
         config = self.config
         heads, kv_heads, dim, eps = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_eps
         rotated = heads + kv_heads
-        x = F.embedding(batch.token_ids, self._embedding)
+        x = F.embedding(batch.token_ids, self.embedding)
         n, hidden = x.shape
         cos, sin = self._cos[batch.positions].unsqueeze(1), self._sin[batch.positions].unsqueeze(1)
         captured: list[Tensor] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -116,7 +116,9 @@ def _folder(options: EngineOptions) -> Path:
 
 def _load(options: EngineOptions, target: Decoder) -> LoadedHead:
     """The head, sharing what it can with the target that runs, its linear layers packed or quantized."""
-    weights = read_target(options.model, target.dtype)
+    weights = replace(read_target(options.model, target.dtype), embedding=target.embedding)
+    if target.config.tied_embeddings:
+        weights = replace(weights, output=target.embedding)
     loaded = load_head(_folder(options), weights, options.variant, dtype=target.dtype)
     head = loaded.head.to(target.device).requires_grad_(False)
     if isinstance(head, Eagle | Mtp):
