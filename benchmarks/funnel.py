@@ -37,7 +37,7 @@ from harness.space import Space
 
 OFF = ServingConfig(backend="simulated", model="world", max_num_seqs=256)
 GRID_REQUESTS = 80
-CONFIRM_REQUESTS = 24
+CONFIRM_REQUESTS = 48
 TRACE = "trace"
 
 
@@ -71,9 +71,11 @@ class VirtualLab:
             self.running = config
         half = len(self.order) // 2
         part = self.order[half:] if stage.startswith("confirm") else self.order[:half]
-        chosen = np.sort(part[:count])
+        other = count * (int(stage.removeprefix("confirm")) - 1) if stage.startswith("confirm") else 0  # of each round
+        chosen = np.sort(np.roll(part, -other)[:count])
         requests = self.bench.requests_for(config.variant)
-        world, load = self.bench.at(self.clock_s), [requests[i] for i in chosen]
+        world = self.bench.with_draft(self.bench.at(self.clock_s), config.variant)
+        load = [requests[i] for i in chosen]
         seed = self.bench.seed + 1000 * self.starts
         run = closed_loop(world, load, variant=config.variant, k=config.k, concurrency=batch, seed=seed)
         self.clock_s += run.wall_s
@@ -143,7 +145,8 @@ def truth(bench: BenchWorld) -> Truth:
         requests = bench.requests_for(config.variant)
         grid_s += world.startup_s
         for batch in BATCH_SIZES:
-            run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch, luck=False)
+            here = bench.with_draft(world, config.variant)
+            run = closed_loop(here, requests, variant=config.variant, k=config.k, concurrency=batch, luck=False)
             p50[config, batch] = float(np.median(run.e2e_s))
             leads = 0.5 * batch + (batch - 1)  # shortened to half on average before, whole after
             share = (requests_of(batch, GRID_REQUESTS) + leads) / (len(requests) + leads)
@@ -167,7 +170,8 @@ def run_funnel(bench: BenchWorld) -> tuple[ServingConfig, VirtualLab, Funnel, di
         float(np.mean([o.prefix_hit_rate for o in offs])),
         weights,
     )
-    funnel = Funnel(OFF, candidates(bench), [workload], lab.measure, list(offs), every_batch=False)
+    capacity = bench.world.limits.kv_capacity_tokens
+    funnel = Funnel(OFF, candidates(bench), [workload], lab.measure, list(offs), kv_cache_tokens=capacity, every_batch=False)
     cost = {"off": lab.clock_s}
     funnel.run()
     cost["search"] = lab.clock_s - sum(cost.values())

@@ -37,6 +37,7 @@ class BenchWorld:
     world: World
     requests: tuple[SimulatedRequest, ...]  # with arrivals
     loses_prefix_hits: bool  # with a draft
+    draft_kv_share: float  # of the KV cache
 
     def requests_for(self, variant: str) -> tuple[SimulatedRequest, ...]:
         if variant == "off" or not self.loses_prefix_hits:
@@ -49,6 +50,13 @@ class BenchWorld:
         mean_stall_s = noise.stall_share * noise.stall_s
         target = replace(self.world.target, fixed_s=self.world.target.fixed_s + mean_stall_s)
         return replace(self.world, target=target, noise=Noise())
+
+    def with_draft(self, world: World, variant: str) -> World:
+        """A draft takes some of the KV cache, which off does not tell."""
+        if variant == "off":
+            return world
+        capacity = int(world.limits.kv_capacity_tokens * (1 - self.draft_kv_share))
+        return replace(world, limits=replace(world.limits, kv_capacity_tokens=capacity))
 
     def at(self, clock_s: float) -> World:
         """The world as a load finds it that begins `clock_s` into the search."""
@@ -68,7 +76,7 @@ def make_world(seed: int) -> BenchWorld:
     drafts = {variant: _draft(rng, variant, luck, step_s) for variant in tried}
     requests = _trace(rng, step_s)
     tokens = [r.input_tokens + r.output_tokens for r in requests]
-    capacity = base.limits.kv_capacity_tokens
+    capacity = max(base.limits.kv_capacity_tokens, 200_000)  # a 70B model has a second GPU where one leaves it no cache
     if rng.random() < 0.35:  # room for 50 to 90 average requests: preemption at the largest batch sizes
         capacity = min(capacity, max(int(np.mean(tokens) * rng.uniform(50, 90)), 2 * max(tokens)))
     limits = replace(
@@ -101,7 +109,7 @@ def make_world(seed: int) -> BenchWorld:
         startup_s=STARTUP_S[family] * rng.uniform(0.7, 1.4),
         seed=seed,
     )
-    return BenchWorld(seed, family, world, requests, bool(rng.random() < 0.5))
+    return BenchWorld(seed, family, world, requests, bool(rng.random() < 0.5), rng.uniform(0.0, 0.1))
 
 
 def _draft(rng: np.random.Generator, variant: str, luck: float, step_s: float) -> Draft:

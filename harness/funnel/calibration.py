@@ -2,6 +2,8 @@
 
 The fit knows no CUDA-graph sizes, no preemption and no cache. Its errors resemble each other at neighbouring K and batch sizes of one
 drafter, so a measured cell corrects its neighbours and leaves far cells as unsure as they were (kriging with the fit as the mean).
+What all servers share at a batch size, such as too small a KV cache, is a component of its own, which cancels in a speed-up. How large
+the errors are is taken from the loads themselves.
 
 The machine may be slower for a while, which would look like a slow drafter. It then computes prompts slowly too, and those hardly
 depend on the drafter. So TTFT is a second reading of each load, which shares with the first only the state of the machine, a process
@@ -22,7 +24,7 @@ from harness.funnel.observation import Array, Observation
 from harness.funnel.step_cost import StepCost
 
 LEAST_SD = 0.04
-"""Prior standard deviation of the fit's error at a cell, at least; the fit's own residuals raise it."""
+"""Prior standard deviation of the fit's error at a cell, and of what all servers share; at least: the loads may raise it."""
 K_SCALE, BATCH_SCALE = 2.0, 2.0  # in doublings of 1 + K and of the batch size
 DRAFTER_SHARE, SERVER_SHARE = (
     0.3,
@@ -52,32 +54,46 @@ def calibrate(cost: StepCost, loads: Sequence[Observation], ratios: Sequence[tup
 
     `ratios`: measured ÷ predicted of each load, all time and TTFT.
     """
-    prior = max(LEAST_SD, cost.error)
+    readings = np.log(np.array(ratios))
+    seen = [(load.config, load.batch_size) for load in loads]
+    common, own = _spread(readings[:, 0], [batch for _, batch in seen])
+    prior = max(LEAST_SD, cost.error, own)
     context = float(np.mean([load.context_tokens for load in loads]))
 
     def covariance_of(a: Cells, b: Cells) -> Array:
         doubts = (np.array([cost.split_doubt(config, batch, context) for config, batch in cells]) for cells in (a, b))
-        return prior**2 * _kernel(a, b) + SPLIT_SD**2 * np.outer(*doubts) * _same_draft(a, b)
+        split = SPLIT_SD**2 * np.outer(*doubts) * _same_draft(a, b)
+        return np.asarray(max(LEAST_SD, common) ** 2 * _near_batch(a, b) + prior**2 * _kernel(a, b) + split)
 
-    seen = [(load.config, load.batch_size) for load in loads]
     times = np.cumsum([load.cost_s for load in loads])
     machine = MACHINE_SD**2 * np.exp(-np.abs(times[:, None] - times[None, :]) / MACHINE_SCALE_S)
     steps = np.array([load.decode_steps / load.mean_batch for load in loads])  # of the engine
     noise = 0.008**2 + 0.15**2 / np.maximum(steps, 1.0)
     ttft_noise = 0.02**2 + TTFT_REQUEST_SD**2 / np.array([len(load.e2e_s) for load in loads])
-    batches = np.log2([float(load.batch_size) for load in loads])
-    ttft = TTFT_SHAPE_SD**2 * np.exp(-np.abs(batches[:, None] - batches[None, :]) / BATCH_SCALE)
+    shape = max(TTFT_SHAPE_SD, float(np.sqrt(np.mean(readings[:, 1] ** 2))))
+    ttft = shape**2 * _near_batch(seen, seen)
     ttft += TTFT_DRAFT_SD**2 * _same_draft(seen, seen)
     total = covariance_of(seen, seen) + machine + np.diag(noise)
     covariance = np.block([[total, machine], [machine, ttft + machine + np.diag(ttft_noise)]])
     factor = cho_factor(covariance)
-    readings = np.log(np.array(ratios)).T.ravel()
     cross = np.hstack([covariance_of(cells, seen), np.zeros((len(cells), len(loads)))])
     return Calibration(
         cells,
-        cross @ cho_solve(factor, readings),
+        cross @ cho_solve(factor, readings.T.ravel()),
         covariance_of(cells, cells) - cross @ cho_solve(factor, cross.T),
     )
+
+
+def _spread(readings: Array, batches: Sequence[int]) -> tuple[float, float]:
+    """Root mean squares of the loads' errors: of what servers share at a batch size, and of what each has of its own."""
+    sizes = np.array(batches)
+    shared = np.array([readings[sizes == batch].mean() for batch in batches])
+    return float(np.sqrt(np.mean(shared**2))), float(np.sqrt(np.mean((readings - shared) ** 2)))
+
+
+def _near_batch(a: Cells, b: Cells) -> Array:
+    first, second = (np.log2([float(batch) for _, batch in cells]) for cells in (a, b))
+    return np.asarray(np.exp(-np.abs(first[:, None] - second[None, :]) / BATCH_SCALE))
 
 
 def _same_draft(a: Cells, b: Cells) -> Array:
@@ -90,8 +106,6 @@ def _same_draft(a: Cells, b: Cells) -> Array:
 def _kernel(a: Cells, b: Cells) -> Array:
     """Correlation of the fit's errors. Exponential in the doublings of K and batch: errors have steps, they are not smooth."""
     (k1, k2) = (np.log2([1.0 + config.k for config, _ in cells]) for cells in (a, b))
-    (b1, b2) = (np.log2([float(batch) for _, batch in cells]) for cells in (a, b))
     near_k = np.exp(-np.abs(k1[:, None] - k2[None, :]) / K_SCALE)
-    near_batch = np.exp(-np.abs(b1[:, None] - b2[None, :]) / BATCH_SCALE)
     rest = 1 - DRAFTER_SHARE - SERVER_SHARE
-    return np.asarray(_same_draft(a, b) * (DRAFTER_SHARE + near_k * (SERVER_SHARE + rest * near_batch)))
+    return np.asarray(_same_draft(a, b) * (DRAFTER_SHARE + near_k * (SERVER_SHARE + rest * _near_batch(a, b))))

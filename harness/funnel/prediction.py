@@ -46,8 +46,8 @@ class Prediction:
         return float({"e2e_p50": self.e2e_p50_s, "e2e_p95": self.e2e_p95_s, "tpot_p50": self.tpot_p50_s}[name])
 
 
-def world_of(config: ServingConfig, cost: StepCost, curve: Curve | None) -> World:
-    """A simulated engine with the fitted costs. `curve` is None for off.
+def world_of(config: ServingConfig, cost: StepCost, curve: Curve | None, kv_cache_tokens: int | None = None) -> World:
+    """A simulated engine with the fitted costs and the KV cache that the engine said it has. `curve` is None for off.
 
     It has no CUDA graphs, no prefix cache and no noise: what of these the loads showed is in the coefficients.
     """
@@ -64,7 +64,7 @@ def world_of(config: ServingConfig, cost: StepCost, curve: Curve | None) -> Worl
         max_num_seqs=config.max_num_seqs,
         chunked_prefill=config.chunked_prefill,
         prefix_caching=False,
-        kv_capacity_tokens=1 << 40,
+        kv_capacity_tokens=kv_cache_tokens or 1 << 40,
         max_model_len=1 << 30,
     )
     drafts = {config.variant: _draft(config, cost.drafts.get(draft_key(config), DraftCost()), curve)} if curve else {}
@@ -91,6 +91,7 @@ def predict(
     cost: StepCost,
     curve: Curve | None,
     *,
+    kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
 ) -> Prediction:
     """One closed-loop load in virtual time, with the workload's own lengths.
@@ -101,7 +102,7 @@ def predict(
     order = np.resize(np.arange(len(workload.input_tokens)), count)
     left = 1 - workload.prefix_hit_rate
     requests = [SimulatedRequest(0.0, max(1, round(workload.input_tokens[i] * left)), workload.output_tokens[i]) for i in order]
-    world = world_of(config, cost, curve)
+    world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch_size, luck=False)
     p50, p95 = np.quantile(run.e2e_s, (0.5, 0.95))
     return Prediction(
@@ -115,11 +116,13 @@ def predict(
     )
 
 
-def ratios(load: Observation, cost: StepCost, curve: Curve | None) -> tuple[float, float]:
+def ratios(
+    load: Observation, cost: StepCost, curve: Curve | None, *, kv_cache_tokens: int | None = None
+) -> tuple[float, float]:
     """Measured ÷ predicted for a load's own requests: all their time (without their luck in acceptance), and TTFT alone."""
     config = load.config
     requests = [SimulatedRequest(0.0, round(i), int(o)) for i, o in zip(load.prefill_tokens, load.output_tokens, strict=True)]
-    world = world_of(config, cost, curve)
+    world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=load.batch_size, luck=False)
     tau = curve.tau(config.k).value if curve else 1.0
     measured = load.ttft_s.sum() + (load.e2e_s - load.ttft_s).sum() * load.tau / tau
@@ -144,6 +147,7 @@ def predict_grid(
     cost: StepCost,
     acceptance: Acceptances,
     *,
+    kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
 ) -> Grid:
     """All cells whose acceptance is known."""
@@ -154,17 +158,9 @@ def predict_grid(
             if config.k and (curve is None or len(curve.rates) < config.k):
                 continue
             for batch in batch_sizes:
-                grid[config, batch, workload.name] = predict(config, batch, workload, cost, curve, slo=slo)
+                cell = predict(config, batch, workload, cost, curve, kv_cache_tokens=kv_cache_tokens, slo=slo)
+                grid[config, batch, workload.name] = cell
     return grid
-
-
-def best_k(grid: Grid, batch_size: int, workload: str, objective: str) -> ServingConfig:
-    """The configuration predicted best at one batch size; ties within 1 % go to the smaller K, then to off."""
-    cells = [
-        (config, p.objective(objective)) for (config, batch, name), p in grid.items() if (batch, name) == (batch_size, workload)
-    ]
-    least = min(value for _, value in cells)
-    return min((config for config, value in cells if value <= 1.01 * least), key=lambda config: config.k)
 
 
 def break_even(speedups: Mapping[int, tuple[float, float]]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class Funnel:
     objective: str = "e2e_p50"
     recorded: Mapping[tuple[DraftKey, str], Curve] = field(default_factory=dict)  # exact, from recorded outputs
     slo: Mapping[str, float] = field(default_factory=dict)
+    kv_cache_tokens: int | None = None  # as the engine said
     every_batch: bool = True  # predict every batch size after the probes, not only those that matter to the score
     judge: Callable[[ServingConfig], str | None] = lambda config: None  # after a load: why the configuration is out
     stop: Callable[[], bool] = lambda: False
@@ -190,6 +191,7 @@ class Funnel:
             self.workloads,
             self.cost,
             lambda config, workload: acceptance[draft_key(config), workload],
+            kv_cache_tokens=self.kv_cache_tokens,
             slo=self.slo,
         )
         self._rescore()
@@ -205,7 +207,7 @@ class Funnel:
         }
         for load in self.loads[len(self.ratios) :]:
             curve = self.curve(draft_key(load.config), load.workload) if load.config.k else None
-            self.ratios.append(ratios(load, self.cost, curve))
+            self.ratios.append(ratios(load, self.cost, curve, kv_cache_tokens=self.kv_cache_tokens))
         self.calibration = calibrate(self.cost, self.loads, self.ratios, cells)
         self.scores = score(self.grid, self.calibration, self.workloads, self.off, curves, self.loads, self.objective)
 

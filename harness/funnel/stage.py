@@ -101,6 +101,7 @@ class FunnelStage:
             loads=loads,
             recorded=self._curves(candidates),
             slo=self.settings.slo,
+            kv_cache_tokens=self._kv_cache_tokens(off),
             judge=self._breaks_slo,
             stop=self.stop,
             on_prune=self._on_prune,
@@ -213,6 +214,10 @@ class FunnelStage:
         trials = [self.findings.find(off, closed_load(name, batch), "baseline") for name in self.parts]
         found = [observe(trial, self.findings.records_of(trial)) for trial in trials if trial is not None]
         return [load for load in found if load is not None]
+
+    def _kv_cache_tokens(self, off: ServingConfig) -> int | None:
+        said = [t.engine["kv_cache_tokens"] for t in self.findings.trials if t.config == off and t.measured and t.engine]
+        return said[-1] if said else None
 
     def _workload(self, name: str, loads: Sequence[Observation]) -> Workload:
         mine = [load for load in loads if load.workload == name]

@@ -14,15 +14,26 @@ def load(variant: str, k: int, batch: int, cost_s: float = 60.0):  # type: ignor
     return replace(observe(on(variant, k), batch), cost_s=cost_s)
 
 
-def test_a_measured_cell_corrects_itself_and_its_neighbours_and_no_other_drafter() -> None:
-    found = calibrate(COST, [load("eagle3", 3, 4)] * 3, [(1.1, 1.0)] * 3, CELLS)
+def test_a_measured_cell_corrects_itself_and_its_neighbours_and_hardly_another_drafter() -> None:
+    offs = [replace(observe(OFF, batch), cost_s=60.0) for batch in (1, 4, 16)]
+    loads = [*offs, load("mtp", 6, 4), *[load("eagle3", 3, 4)] * 3]
+    found = calibrate(COST, loads, [(1.0, 1.0)] * 4 + [(1.1, 1.0)] * 3, CELLS)
     mean = {cell: found.mean[row] for cell, row in found.rows.items()}
     sd = {cell: found.covariance[row, row] ** 0.5 for cell, row in found.rows.items()}
-    here, near, far = (on("eagle3", 3), 4), (on("eagle3", 3), 1), (on("mtp", 3), 4)
-    assert mean[here] == pytest.approx(0.07, abs=0.025)  # log 1.1, less what may be the machine
+    here, near, far = (on("eagle3", 3), 4), (on("eagle3", 3), 1), (on("mtp", 1), 1)
+    assert mean[here] == pytest.approx(0.08, abs=0.02)  # log 1.1, less what may be the machine
     assert 0.02 < mean[near] < mean[here]
-    assert mean[far] == pytest.approx(0)
+    assert abs(mean[far]) < 0.02
     assert sd[here] < sd[near] < sd[far]
+
+
+def test_what_all_servers_share_at_a_batch_size_cancels_in_a_speed_up() -> None:
+    offs = [replace(observe(OFF, batch), cost_s=60.0) for batch in (1, 4, 16)]
+    ratios = [(1.0, 1.0), (1.0, 1.0), (2.0, 8.0), (1.0, 1.0), (2.0, 8.0)]  # at 16 the KV cache is too small for off and on
+    found = calibrate(COST, [*offs, load("mtp", 6, 4), load("mtp", 6, 16)], ratios, [*CELLS, (OFF, 16), (OFF, 4)])
+    off, on_ = found.rows[OFF, 16], found.rows[on("eagle3", 3), 16]
+    assert found.mean[on_] == pytest.approx(found.mean[off], abs=0.1)
+    assert found.mean[off] > 0.5
 
 
 def test_a_slow_machine_is_not_taken_for_a_slow_drafter() -> None:
