@@ -9,16 +9,14 @@ from rich.console import Console
 
 from backends.drafts import known_drafts
 from backends.preflight import preflight
-from backends.reference.tokenizer import Tokenizer
 from backends.types import ServingConfig, WorkloadFacts
-from harness.context import prompt_ids
 from harness.job import facts_of, resolve_draft, resolve_model
-from harness.offline import Acceptance, ngram_acceptance, pool, record, suffix_acceptance
+from harness.offline import pool
+from harness.recorded import offline_acceptance
 from workloads.load import load_trace
 from workloads.profile import profile
 from workloads.render import profile_svg, render_profile
 from workloads.scrub import scrub
-from workloads.types import Trace
 
 
 def inspect_trace(
@@ -34,7 +32,8 @@ def inspect_trace(
     """Print a trace's profile. With `model`, n-gram and suffix acceptance on its recorded outputs too."""
     trace = load_trace(path, format=format, time_unit=time_unit)
     folder = Path(resolve_model(model)) if model else None
-    acceptance = [found.to_dict() for found in offline_acceptance(trace, folder)] if folder else []
+    parts = pool(offline_acceptance(trace, folder), by=("category",)) if folder else []
+    acceptance = [found.to_dict() for found in parts]
     found = profile(trace, acceptance=acceptance)
     if as_json:
         print(orjson.dumps(found.to_dict(), option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode())
@@ -48,18 +47,6 @@ def inspect_trace(
         plot.write_text(profile_svg(trace))
     if scrub_to:
         scrub(trace, scrub_to)
-
-
-def offline_acceptance(trace: Trace, model: Path) -> list[Acceptance]:
-    """Exact n-gram and suffix acceptance on the recorded outputs, by category, for every K."""
-    tokenizer = Tokenizer(model)
-    recorded = record(
-        trace,
-        lambda request: prompt_ids(request, tokenizer),
-        lambda text: tokenizer.encode(text, special=False),
-        tokenizer.end_id,
-    )
-    return pool([*ngram_acceptance(recorded), *suffix_acceptance(recorded)], by=("category",)) if recorded else []
 
 
 def print_preflight(

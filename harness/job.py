@@ -18,7 +18,7 @@ from backends.reference.tokenizer import Tokenizer
 from backends.types import BackendError, ConfigError, WorkloadFacts
 from harness.context import check_lengths, output_limit
 from harness.environment import environment
-from harness.plan import estimate
+from harness.plan import estimate, funnel_cells
 from harness.progress import RunProgress
 from harness.run import Parts, Run, split
 from harness.search import visits
@@ -51,7 +51,7 @@ def prepare(settings: RunSettings) -> Job:
     settings = replace(settings, model=resolve_model(settings.model), drafts=resolve_drafts(settings))
     traces = load_traces(settings)
     parts = {name: split(trace, settings) for name, trace in traces.items()}
-    for name, trace in traces.items():
+    for name, trace in traces.items() if set(settings.backends) != {"simulated"} else ():  # whose model is a world
         used = sorted({*parts[name].search, *parts[name].confirm})
         check_lengths(settings.model, name, trace.select(used).requests(), settings.max_output_tokens)
     facts = facts_of(traces, settings.max_output_tokens)
@@ -104,7 +104,9 @@ def run_job(settings: RunSettings, render: Callable[[Path], None]) -> None:
 def print_plan(settings: RunSettings) -> None:
     """Print what a run would start and take. Starts and writes nothing."""
     job = prepare(settings)
-    cells = visits(job.space, "tpe" if settings.strategy == "funnel" else settings.strategy, settings.max_trials)
+    funnel = settings.strategy == "funnel"
+    most = settings.max_trials
+    cells = funnel_cells(job.space, most) if funnel else visits(job.space, settings.strategy, most)
     plan = estimate(job.space, job.settings, job.traces, cells)
     gpus = len(environment()["gpu"])
     for line in plan.lines(settings.gpu_hourly_usd, gpus):

@@ -113,8 +113,8 @@ class Lab:
         if trial is None:
             common = {"role": role, "config": config, "load": load, "key": key, "stage": stage, "requests": tuple(indices)}
             trial = self._run(common)
-        elif trial.state == "PRUNED":  # by an earlier run; whether this one prunes it will be seen
-            trial = self.store.update(replace(trial, state="COMPLETE", reason=None))
+        else:
+            trial = self._alive(trial)
         if trial not in self.trials:
             self.trials.append(trial)
         return trial
@@ -141,6 +141,22 @@ class Lab:
             trial = self._measure(common, server, begun)
         self.progress.step(_summary(trial), time.monotonic() - begun)
         return trial
+
+    def recall(self, stage: str) -> list[Trial]:
+        """Measured trials of an earlier run that this one would measure again: same server, load, requests and conditions."""
+        found = []
+        for trial in self.store.trials:
+            known = trial.measured and trial.stage == stage and trial.load.trace in self.traces
+            if known and trial.key == self._key(trial.config, trial.load, trial.requests, stage):
+                found.append(self._alive(trial))
+        self.trials.extend(trial for trial in found if trial not in self.trials)
+        return found
+
+    def _alive(self, trial: Trial) -> Trial:
+        """A trial that an earlier run pruned; whether this one prunes it will be seen."""
+        if trial.state != "PRUNED":
+            return trial
+        return self.store.update(replace(trial, state="COMPLETE", reason=None))
 
     def conditions(self) -> dict[str, Any]:
         """All that shapes every trial's numbers beside configuration, load and requests."""

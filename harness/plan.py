@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness.funnel.acceptance import draft_key
 from harness.settings import RunSettings
-from harness.space import Space
+from harness.space import Space, group_key
 from workloads.types import Trace
 
 ASSUMED_STARTUP_S: Mapping[str, float] = {
@@ -43,6 +44,18 @@ class Plan:
         return lines
 
 
+SEARCHED_AFTER_PROBES = 3
+"""Servers of each group that the funnel measures after its probes: what it took in simulated worlds, in the median."""
+
+
+def funnel_cells(space: Space, max_cells: int | None) -> int:
+    """Cells of a search by the funnel: two loads for each drafter's probe, then a few servers at every batch size."""
+    drafters = {(group_key(c), draft_key(c)) for c in space.candidates}
+    groups = {group_key(c) for c in space.candidates}
+    cells = 2 * len(drafters) + SEARCHED_AFTER_PROBES * len(groups) * len(space.batch_sizes)
+    return min(cells, len(space.candidates) * len(space.batch_sizes), max_cells or cells)
+
+
 def estimate(space: Space, settings: RunSettings, traces: Mapping[str, Trace], search_cells: int) -> Plan:
     """Starts, loads and seconds of the run, and of the full grid with every cell measured at confirmation size."""
     tokens = _output_tokens(settings, traces)
@@ -50,10 +63,13 @@ def estimate(space: Space, settings: RunSettings, traces: Mapping[str, Trace], s
     confirm = min(settings.confirm_requests, *(len(t) for t in traces.values()))
     per_batch = {b: tokens / (ASSUMED_TOKENS_PER_S * b**ASSUMED_BATCH_GAIN) for b in space.batch_sizes}
     sweep_s = sum(per_batch.values())  # one request at each batch size
+    funnel = settings.strategy == "funnel"
     finalists = len({c.backend for c in space.candidates})
     n = len(traces)
     open_s = sum(_span_s(t, settings, confirm) for t in traces.values())
-    starts = len(space.offs) + -(-search_cells // len(space.batch_sizes)) + 2 * finalists
+    drafters = len({(group_key(c), draft_key(c)) for c in space.candidates})
+    searched = drafters + SEARCHED_AFTER_PROBES * len(space.offs) if funnel else -(-search_cells // len(space.batch_sizes))
+    starts = len(space.offs) + min(searched, len(space.candidates)) + 2 * finalists
     startup_s = max((ASSUMED_STARTUP_S[c.backend] for c in space.offs), default=0.0)
     baseline_loads = len(space.offs) * len(space.batch_sizes) * n + finalists * n
     confirm_loads = finalists * n * (2 * len(space.batch_sizes) + 2)

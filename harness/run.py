@@ -13,9 +13,11 @@ from backends.findings import Finding
 from backends.types import ServingConfig
 from harness.audits import LosslessnessAudit
 from harness.findings import Finalists, Findings, closed_load, open_load
+from harness.funnel.search import MAX_FINALISTS
 from harness.funnel.stage import FunnelStage
 from harness.interference_probe import InterferenceProbe
 from harness.lab import Lab
+from harness.plan import funnel_cells
 from harness.probes import AcceptanceProbes
 from harness.progress import RunProgress
 from harness.quality import measure_quality
@@ -75,6 +77,7 @@ class Run:
             store=store,
             progress=progress,
             study=self._study,
+            traces=traces,
             stop=self._stop,
         )
 
@@ -218,13 +221,17 @@ class Run:
             self.interference.run(config)
 
     def _loads(self) -> int:
-        """Loads of the whole run if the search visits every cell."""
+        """Loads of the whole run: of the funnel an estimate, else of a search that visits every cell."""
         space, n = self.space, len(self.traces)
         groups = len(self.findings.primary_offs) if space.candidates else 0
         arrivals = sum(map(self._has_arrivals, self.traces))
         batches = len(space.batch_sizes)
         baseline = len(space.offs) * batches * n + groups * arrivals
-        return baseline + len(space.candidates) * batches * n + groups * (n * (2 * batches + 1) + arrivals)
+        servers = 2  # the finalist and off; of the funnel two finalists
+        cells = len(space.candidates) * batches
+        if self.settings.strategy == "funnel":
+            servers, cells = 1 + MAX_FINALISTS, funnel_cells(space, self.settings.max_trials)
+        return baseline + cells * n + groups * (n * (servers * batches + 1) + (servers - 1) * arrivals)
 
     def _has_arrivals(self, name: str) -> bool:
         return all(request.arrival_s is not None for request in self.traces[name].requests())

@@ -11,17 +11,21 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import optuna
+import psutil
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
-from backends.types import ServingConfig
+from backends.types import ConfigError, ServingConfig
 from harness.space import Space
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -54,14 +58,18 @@ MeasureCell = Callable[[Cell], CellValue | None]
 
 
 class CellStudy:
-    """The Optuna study of a set of cells: `ask` proposes one that is not known yet, `record` tells one that somebody else chose."""
+    """The Optuna study of a set of cells: `ask` proposes one that was not asked yet, `record` tells one that somebody else chose.
+
+    Each trial carries its owner, so that a run that resumes can tell the trials of a dead process from those of one that works.
+    """
 
     def __init__(self, cells: Sequence[Cell], study: optuna.Study) -> None:
         self.todo = {_key(cell.params()): cell for cell in cells}
         self._study = study
         self._axes = _axes(cells)
-        self._queue: list[Cell] = []
+        self._told = {_key(t.params) for t in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])}
         self._misses = 0
+        self.fresh = not study.get_trials(deepcopy=False)  # nothing was ever asked here: a new space
 
     def ask(self, queue: Sequence[Cell] = ()) -> tuple[optuna.Trial, Cell]:
         """The first of `queue`, or the sampler's own choice among the cells that are left."""
@@ -69,6 +77,7 @@ class CellStudy:
             if queue:
                 self._study.enqueue_trial(queue[0].params())
             trial = self._study.ask(self._axes)
+            trial.set_user_attr("owner", _owner())
             cell = self.todo.pop(_key(trial.params), None)
             if cell is not None:
                 return trial, cell
@@ -79,15 +88,19 @@ class CellStudy:
                 queue = [next(iter(self.todo.values())), *queue]
 
     def tell(self, trial: optuna.Trial, values: CellValue | None) -> None:
-        """None where the cell could not be measured: FAIL, never a number."""
-        if values is None:
+        """None where the cell could not be measured: FAIL, never a number. A cell that an earlier run told counts once."""
+        if values is None or _key(trial.params) in self._told:
             self._study.tell(trial, state=TrialState.FAIL)
         else:
             self._study.tell(trial, list(values))
+            self._told.add(_key(trial.params))
 
     def record(self, cell: Cell, values: CellValue | None) -> None:
-        """Tell a cell that was chosen and measured elsewhere; one that was told before is left as it is."""
-        if _key(cell.params()) in self.todo:
+        """Tell a cell that was chosen and measured elsewhere, if it was not told before."""
+        key = _key(cell.params())
+        if key in self._told:
+            self.todo.pop(key, None)
+        elif key in self.todo:
             trial, _ = self.ask([cell])
             self.tell(trial, values)
 
@@ -96,6 +109,22 @@ class CellStudy:
         for cell in [cell for cell in self.todo.values() if cell.config == config]:
             trial, _ = self.ask([cell])
             self._study.tell(trial, state=TrialState.PRUNED)
+
+
+def _owner() -> dict[str, str | int | float]:
+    return {"host": platform.node(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+
+
+def _is_gone(owner: Mapping[str, Any] | None) -> bool:
+    """Whether the process that asked for a trial no longer works on it; one on another host is given the benefit of the doubt."""
+    if owner is None:
+        return True
+    if owner["host"] != platform.node():
+        return False
+    try:
+        return bool(psutil.Process(owner["pid"]).create_time() != owner["started"])
+    except psutil.NoSuchProcess:
+        return True
 
 
 def search(
@@ -204,8 +233,8 @@ def open_study(
         load_if_exists=True,
     )
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
-        # Of a run that was killed; what it measured is in the run directory and will be told again.
-        storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        if _is_gone(trial.user_attrs.get("owner")):  # what it measured is in its run directory and will be told again
+            storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
     return CellStudy(cells, study)
 
 
@@ -214,9 +243,18 @@ def open_storage(url: str | None, directory: Path) -> BaseStorage:
 
     A journal whose writer was killed can end in half a line, after which Optuna cannot read it: it is cut back to its last
     whole line first, under the lock that says nobody else writes.
+
+    Raises:
+        ConfigError: the database cannot be opened.
     """
     if url:
-        return optuna.storages.RDBStorage(url)
+        try:
+            return optuna.storages.RDBStorage(url)
+        except (ImportError, SQLAlchemyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"--storage {url.split('@')[-1]}: {reason}; for PostgreSQL install the extra 'postgres'"
+            ) from None
     path = directory / "study.journal"
     if path.exists():
         with open(path, "r+b") as journal:

@@ -26,7 +26,7 @@ LEAST_GAIN = 0.004
 """Expected gain in log speed-up below which nothing more is measured."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
-MAX_FINALISTS = 3
+MAX_FINALISTS = 2
 PROBE_BATCH, PROBE_REQUESTS, LEAST_REQUESTS = 32, 64, 8
 """Acceptance is probed at this batch size, or the largest that matters if that is larger: tokens are cheap there."""
 
@@ -114,13 +114,19 @@ class Funnel:
     # Probes.
 
     def _probe(self) -> None:
-        known = {draft_key(load.config) for load in self.loads} | {draft_key(entry.config) for entry in self.pruned}
+        given_up = {draft_key(entry.config) for entry in self.pruned}
         for configs in self.drafters:
             key = draft_key(configs[0])
             if self.stop():
                 return
-            if key not in known and not self._prune_unpromising(key, configs):
+            if key not in given_up and not self._is_probed(configs) and not self._prune_unpromising(key, configs):
                 self._probe_drafter(key, configs)
+
+    def _is_probed(self, configs: Sequence[ServingConfig]) -> bool:
+        """Whether loads are known that reach as deep as the largest K: of an earlier objective, or of an earlier run."""
+        deepest = max(config.k for config in configs)
+        measured = [load.config.k for load in self.loads if load.config.k and draft_key(load.config) == draft_key(configs[0])]
+        return bool(measured) and max(measured) >= deepest
 
     @property
     def drafters(self) -> list[list[ServingConfig]]:

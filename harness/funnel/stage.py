@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
 from backends.types import ServingConfig
 from harness.findings import Findings, closed_load
 from harness.funnel import prune
@@ -19,14 +21,16 @@ from harness.funnel.observation import Observation, Workload
 from harness.funnel.prediction import break_even
 from harness.funnel.search import Funnel, Pruned
 from harness.lab import Lab
-from harness.offline import Acceptance
+from harness.offline import pool
 from harness.progress import RunProgress
+from harness.recorded import offline_acceptance
 from harness.search import Cell, CellStudy
 from harness.settings import RunSettings
 from harness.space import Space, group_key, group_label
 from harness.statistics import column
 from harness.store import RunStore, Trial
 from harness.types import Role
+from workloads.types import Trace
 
 MIN_REQUESTS = 4
 
@@ -70,7 +74,7 @@ class FunnelStage:
     store: RunStore
     progress: RunProgress
     study: Callable[[Sequence[Cell]], CellStudy]
-    recorded: Mapping[str, Sequence[Acceptance]] = field(default_factory=dict)  # trace -> offline acceptance
+    traces: Mapping[str, Trace] = field(default_factory=dict)
     stop: Callable[[], bool] = lambda: False
     funnels: dict[tuple[str, ...], Funnel] = field(default_factory=dict)
     confirmed: dict[tuple[str, ...], Confirmed] = field(default_factory=dict)
@@ -90,9 +94,26 @@ class FunnelStage:
             self._search_group(off, candidates, loads)
         return left
 
+    def _recall(self, candidates: Sequence[ServingConfig]) -> list[Observation]:
+        """Loads of an earlier run in this directory with another space, as far as they still hold."""
+        cells: dict[tuple[ServingConfig, int], dict[str, Trial]] = {}
+        for trial in self.lab.recall("search"):
+            if trial.config in candidates and trial.load.concurrency in self.space.batch_sizes:
+                cells.setdefault((trial.config, trial.load.concurrency), {})[trial.load.trace] = trial
+        loads: list[Observation] = []
+        for (config, batch), trials in cells.items():
+            found = [observe(trial, self.findings.records_of(trial)) for trial in trials.values()]
+            known = [load for load in found if load is not None]
+            if len(known) == len(self.parts):
+                self._tell(config, batch, "search", self._values(list(trials.values())))
+                loads += known
+        return loads
+
     def _search_group(self, off: ServingConfig, candidates: Sequence[ServingConfig], loads: list[Observation]) -> None:
         key = group_key(off)
-        self._studies[key] = self.study([Cell(c, batch) for c in candidates for batch in self.space.batch_sizes])
+        study = self._studies[key] = self.study([Cell(c, batch) for c in candidates for batch in self.space.batch_sizes])
+        if study.fresh:  # else this run goes on, and comes by what it measured in the same order as before
+            loads = [*loads, *self._recall(candidates)]
         funnel = self.funnels[key] = Funnel(
             off=off,
             candidates=candidates,
@@ -196,10 +217,14 @@ class FunnelStage:
                 )
             found[name] = load
             trials.append(trial)
+        self._tell(config, batch, stage, self._values(trials))
+        return found
+
+    def _values(self, trials: Sequence[Trial]) -> tuple[float, ...] | None:
+        """Mean over the traces of each objective's log ratio to the baseline."""
         values = [self.findings.cell_values(trial) for trial in trials]
         known = [value for value in values if value is not None]
-        self._tell(config, batch, stage, tuple(np.mean(known, axis=0).tolist()) if len(known) == len(values) else None)
-        return found
+        return tuple(np.mean(known, axis=0).tolist()) if len(known) == len(values) else None
 
     def _tell(self, config: ServingConfig, batch: int, stage: str, values: tuple[float, ...] | None) -> None:
         if stage == "search" and config.k:
@@ -231,11 +256,18 @@ class FunnelStage:
         )
 
     def _curves(self, candidates: Sequence[ServingConfig]) -> dict[tuple[DraftKey, str], Curve]:
-        """Exact acceptance from recorded outputs, for the drafters that read only the history."""
-        found = {}
-        for config in candidates:
-            for name, parts in self.recorded.items():
-                mine = [part for part in parts if part.variant == config.variant]
+        """Exact acceptance from recorded outputs, for those drafters of the reference engine that read only the history."""
+        lookups = [c for c in candidates if c.backend == "reference" and c.variant in ("ngram", "suffix")]
+        found: dict[tuple[DraftKey, str], Curve] = {}
+        if not lookups:
+            return found
+        deepest = max(config.k for config in lookups)
+        for name, trace in self.traces.items():
+            used = trace.select(sorted({*self.parts[name].search, *self.parts[name].confirm}))
+            parts = pool(offline_acceptance(used, Path(lookups[0].model), max_k=deepest)) if used.known("output_text") else []
+            for config in lookups:
+                sizes = (DEFAULT_MIN_N, DEFAULT_MAX_N) if config.variant == "ngram" else (None, None)
+                mine = [p for p in parts if (p.variant, p.min_n, p.max_n) == (config.variant, *sizes)]
                 if mine:
                     found[draft_key(config), name] = from_recorded(mine)
         return found

@@ -1,5 +1,7 @@
 import itertools
 import math
+import multiprocessing
+import os
 from pathlib import Path
 
 import optuna
@@ -84,19 +86,21 @@ def test_a_failed_cell_is_told_as_a_failure_and_never_as_a_number(tmp_path: Path
 
 
 def test_a_torn_journal_is_cut_to_its_last_whole_line_and_the_study_goes_on(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
+    def killed_after_three() -> None:
+        visited: list[Cell] = []
 
-    visited: list[Cell] = []
+        def measure(cell: Cell) -> tuple[float, ...]:
+            if len(visited) == 3:
+                os._exit(9)
+            visited.append(cell)
+            return value(cell)
 
-    def measure(cell: Cell) -> tuple[float, ...]:
-        if len(visited) == 3:
-            raise Killed
-        visited.append(cell)
-        return value(cell)
-
-    with pytest.raises(Killed):
         search(space(), measure, study(tmp_path), strategy="grid")
+
+    process = multiprocessing.get_context("fork").Process(target=killed_after_three)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
     with open(tmp_path / "study.journal", "ab") as journal:
         journal.write(b'{"op_code": 4, "worker_id": "half a li')
     again: list[Cell] = []
@@ -104,7 +108,7 @@ def test_a_torn_journal_is_cut_to_its_last_whole_line_and_the_study_goes_on(tmp_
     assert len(set(again)) == 16
     states = [t.state for t in stored(tmp_path).get_trials(deepcopy=False)]
     assert optuna.trial.TrialState.RUNNING not in states
-    assert states.count(optuna.trial.TrialState.COMPLETE) == 3 + 16
+    assert states.count(optuna.trial.TrialState.COMPLETE) == 16  # the three of the killed run count once
 
 
 def test_several_objectives_are_searched_together(tmp_path: Path) -> None:
@@ -122,6 +126,20 @@ def test_cells_that_another_search_chose_are_told_once_and_given_up_ones_are_pru
     states = [(t.params["batch_size"], t.state.name, t.values) for t in stored(tmp_path).get_trials(deepcopy=False)]
     assert states == [(1, "COMPLETE", [0.5]), (4, "PRUNED", None)]
     assert len(told.todo) == 14
+
+
+def test_a_trial_of_a_process_that_works_is_left_alone_and_one_of_a_dead_process_fails(tmp_path: Path) -> None:
+    alive = study(tmp_path)
+    alive.ask()
+    study(tmp_path)
+    assert [t.state.name for t in stored(tmp_path).get_trials(deepcopy=False)] == ["RUNNING"]
+    storage = open_storage(None, tmp_path)
+    (trial,) = stored(tmp_path).get_trials(deepcopy=False)
+    storage.set_trial_user_attr(
+        trial._trial_id, "owner", {**trial.user_attrs["owner"], "started": 1.0}
+    )  # the pid was used again
+    study(tmp_path)
+    assert [t.state.name for t in stored(tmp_path).get_trials(deepcopy=False)] == ["FAIL"]
 
 
 def test_another_machine_or_model_is_another_study(tmp_path: Path) -> None:
