@@ -114,7 +114,7 @@ class Lab:
             common = {"role": role, "config": config, "load": load, "key": key, "stage": stage, "requests": tuple(indices)}
             trial = self._run(common)
         else:
-            trial = self._alive(trial)
+            trial = _alive(trial)
         if trial not in self.trials:
             self.trials.append(trial)
         return trial
@@ -148,15 +148,9 @@ class Lab:
         for trial in self.store.trials:
             known = trial.measured and trial.stage == stage and trial.load.trace in self.traces
             if known and trial.key == self._key(trial.config, trial.load, trial.requests, stage):
-                found.append(self._alive(trial))
+                found.append(_alive(trial))
         self.trials.extend(trial for trial in found if trial not in self.trials)
         return found
-
-    def _alive(self, trial: Trial) -> Trial:
-        """A trial that an earlier run pruned; whether this one prunes it will be seen."""
-        if trial.state != "PRUNED":
-            return trial
-        return self.store.update(replace(trial, state="COMPLETE", reason=None))
 
     def conditions(self) -> dict[str, Any]:
         """All that shapes every trial's numbers beside configuration, load and requests."""
@@ -267,6 +261,11 @@ class Lab:
     def _cost(self, begun: float) -> dict[str, float]:
         seconds = time.monotonic() - begun
         return {"seconds": seconds, "gpu_seconds": seconds * self._gpus}
+
+
+def _alive(trial: Trial) -> Trial:
+    """A trial that an earlier run pruned: whether this one prunes it will be seen."""
+    return replace(trial, state="COMPLETE", reason=None) if trial.state == "PRUNED" else trial
 
 
 async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:

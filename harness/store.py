@@ -167,9 +167,10 @@ class RunStore:
         return trial
 
     def update(self, trial: Trial) -> Trial:
-        """Write again what is said of a finished trial; its records stay."""
-        _write_json(self.trial_dir(trial.number) / "trial.json", trial.to_dict())
-        self._trials[trial.number] = trial
+        """Write again what is said of a finished trial, if it is news; its records stay."""
+        if self._trials[trial.number] != trial:
+            _write_json(self.trial_dir(trial.number) / "trial.json", trial.to_dict())
+            self._trials[trial.number] = trial
         return trial
 
     @property

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -46,6 +47,16 @@ def test_only_a_completed_trial_is_found_again(tmp_path: Path) -> None:
     done = store.add(trial(1, key="b"))
     assert store.find("a") is None
     assert store.find("b") == done
+
+
+def test_a_pruned_trial_keeps_its_measurement_and_is_found_again(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    pruned = store.update(replace(store.add(trial(0), records=pa.table({"index": [0, 2]})), state="PRUNED", reason="slower"))
+    store.close()
+    again = RunStore(tmp_path)
+    assert again.find("k") == pruned
+    assert pruned.measured
+    assert again.records(pruned)["index"].to_pylist() == [0, 2]
 
 
 def test_one_run_at_a_time_works_in_a_directory(tmp_path: Path) -> None:
