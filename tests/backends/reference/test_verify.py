@@ -298,6 +298,17 @@ def test_the_coupled_walk_is_exact_for_trees(parents: tuple[int, ...], sampling:
         assert distance(law, target_law(p, 4, 4)) < 1e-12
 
 
+@pytest.mark.parametrize("parents", [(0, 0), (0, 0, 1), (0, 0, 1, 2)])
+def test_every_small_tree_is_exact_under_both_rules(parents: tuple[int, ...]) -> None:
+    """All token assignments, siblings of the same token included."""
+    p = table(4, 2, 1, SAMPLINGS[1])
+    expected = target_law(p, 4, 3)
+    for tokens in itertools.product(range(4), repeat=len(parents)):
+        draft = Draft(tokens, parents)
+        assert distance(continued(coupled_law(draft, p, 4), p, 4, 3), expected) < 1e-12
+        assert distance(continued(rejection_law(draft, p), p, 4, 3), expected) < 1e-12
+
+
 def test_a_broken_walk_is_seen() -> None:
     """One that takes the first draft token whatever the target chose."""
 
