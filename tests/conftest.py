@@ -1,6 +1,14 @@
+import os
 from pathlib import Path
 
 import pytest
+
+# Kernels are tested in Triton's interpreter. It must be chosen before anything imports Triton, as transformers does; processes
+# that tests start shall not inherit the choice.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: F401
+
+del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")

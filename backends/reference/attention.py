@@ -12,6 +12,15 @@ from backends.reference.kv_cache import KVCache
 
 def attend(q: Tensor, batch: Batch, cache: KVCache, layer: int) -> Tensor:
     """The batch's queries [n, heads, head_dim] over what each may see: [n, heads, head_dim]. Keys are written before."""
+    if batch.narrow is not None:
+        from backends.reference.kernels.tree_attention import tree_attention  # needs triton
+
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        tree_attention(q, cache.layer(layer), batch.narrow, batch.positions, out)
+        for group in batch.groups:
+            rows = slice(group.start, group.start + group.rows)
+            out[rows] = _attend(q[rows], group, cache, layer)
+        return out
     parts = [_attend(q[group.start : group.start + group.rows], group, cache, layer) for group in batch.groups]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

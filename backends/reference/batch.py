@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backends.reference import kernels
+
 WIDE = 32
 """From this many new tokens on a piece is attended alone (a prefill chunk); below, neighbours share one padded call."""
 
@@ -47,13 +49,26 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Narrow:
+    """All pieces of fewer than `WIDE` own rows, in whatever slots, for `kernels.tree_attention`: no mask over the KV."""
+
+    pieces: Tensor  # int64 [pieces, 5]: first flat row, new rows, slot, base, end (KV rows written once these are)
+    seen: Tensor  # int32 [n], for every flat row of the batch: bit i is set where it sees row base + i. 0 in other pieces
+    width: int  # most new rows of a piece
+    length: int  # greatest end
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """`token_ids`, `positions` and `rows` (flat KV rows) are [n]; pieces lie sorted by slot, `starts` says where."""
+    """`token_ids`, `positions` and `rows` (flat KV rows) are [n]; pieces lie sorted by slot, `starts` says where. A piece is in
+    `narrow` or in one of the `groups`."""
 
     token_ids: Tensor
     positions: Tensor
     rows: Tensor
     groups: tuple[Group, ...]
+    narrow: Narrow | None
     starts: dict[int, int]  # slot -> first flat row
 
 
@@ -73,13 +88,40 @@ def build_batch(
         first = piece.slot * slot_rows + piece.base + piece.done
         rows += range(first, first + n)
         positions += range(piece.base, piece.base + n) if piece.parents is None else _positions(piece)
+    narrow = [piece for piece in pieces if _own_rows(piece) < WIDE] if kernels.usable(device) else []
+    others = [piece for piece in pieces if _own_rows(piece) >= WIDE] if narrow else pieces
     return Batch(
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(rows, device=device),
-        tuple(_group(run, starts[run[0].slot], dtype, device, window) for run in _runs(pieces)),
+        upload(tokens, device),
+        upload(positions, device),
+        upload(rows, device),
+        tuple(_group(run, starts[run[0].slot], dtype, device, window) for run in _runs(others)),
+        narrow_rows(narrow, starts, len(tokens), device, window) if narrow else None,
         starts,
     )
+
+
+def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor on `device`. To a GPU it goes from pinned memory, so that the host does not wait for what runs there."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _own_rows(piece: Piece) -> int:
+    return piece.done + len(piece.tokens)
+
+
+def narrow_rows(pieces: Sequence[Piece], starts: dict[int, int], n: int, device: torch.device, window: int | None) -> Narrow:
+    """`starts` gives the first of each piece's rows among the batch's n, by slot."""
+    seen = [0] * n
+    table: list[tuple[int, int, int, int, int]] = []
+    for piece in pieces:
+        start, new, own = starts[piece.slot], len(piece.tokens), _own_rows(piece)
+        bits = [1]
+        for node in range(1, own):
+            bits.append(1 << node | bits[node - 1 if piece.parents is None else piece.parents[node - 1]])
+        seen[start : start + new] = bits[piece.done :]
+        table.append((start, new, piece.slot, piece.base, piece.base + own))
+    width, length = max(new for _, new, *_ in table), max(end for *_, end in table)
+    return Narrow(upload(table, device), upload(seen, device, torch.int32), width, length, window)
 
 
 def _positions(piece: Piece) -> list[int]:

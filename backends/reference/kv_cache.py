@@ -52,6 +52,10 @@ class KVCache:
             for layer in self._layers:
                 layer[target, :rows] = layer[source, :rows]
 
+    def layer(self, layer: int) -> Tensor:
+        """[slots, rows, 2, kv_heads, head_dim]."""
+        return self._layers[layer]
+
     def keep_paths(self, accepted: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """For each (slot, base, nodes of an accepted tree path) move rows base + node to base + 1, base + 2, ... A chain's rows lie
         right already."""

@@ -1,0 +1,43 @@
+"""Compile the kernels for GPUs that need not be here; print the shared memory of each in bytes. Not to be run by the interpreter."""
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from backends.reference.kernels import tree_attention
+
+RTX_4090, H100 = 89, 90
+
+
+def shared_bytes(kernel: Any, types: str, constants: dict[str, int], capability: int) -> int:
+    """`types` of the arguments that are no constants, in order. Pointers are aligned to 16 bytes, as torch's are."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict(zip(names, types.split(), strict=True))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature.get(name, "")[:1] == "*"}
+    source = ASTSource(kernel, {name: signature.get(name, "constexpr") for name in kernel.arg_names}, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "num_stages": 2})
+    assert compiled.asm["cubin"]
+    return int(compiled.metadata.shared)
+
+
+def main() -> None:
+    sizes: dict[str, int] = {}
+    for capability in (RTX_4090, H100):
+        for dtype, dim, share, window in (("bf16", 64, 3, 0), ("fp16", 128, 8, 4096), ("fp32", 128, 4, 0)):
+            for width in (1, 31):
+                blocks = tree_attention.blocks(dim, 4 if dtype == "fp32" else 2, width * share)
+                constants = {"HEADS": 8 * share, "SHARE": share, "DIM": dim, "CHUNK": 512, "WINDOW": window, **blocks}
+                types = f"*{dtype} *{dtype} *i64 *i32 *i64 *fp32 *fp32 i32 i32 i64 i64 i32 fp32"
+                name = f"attend sm_{capability} {dtype} dim {dim} share {share} window {window} width {width}"
+                sizes[name] = shared_bytes(tree_attention._attend_chunk, types, constants, capability)
+        constants = {"HEADS": 32, "DIM": 128, "CHUNK": 512, "BLOCK_D": 128}
+        types = "*fp32 *fp32 *i64 *bf16 i64 i64"
+        sizes[f"join sm_{capability}"] = shared_bytes(tree_attention._join_chunks, types, constants, capability)
+    print(json.dumps(sizes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The kernel, run by Triton's interpreter, gives what the torch path gives: odd sizes, trees and chains, poisoned memory."""
+
+import pytest
+import torch
+from tiny_models import PROMPTS, Build, generate, request
+
+from backends.reference import kernels
+from benchmarks.kernel_checks import CASES, TOLERANCE, attention_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")  # of rows that pad a tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_the_torch_path(name: str, dtype: torch.dtype) -> None:
+    assert attention_error(CASES[name], dtype, torch.device("cpu")) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("variant", "fields"), [("off", {}), ("eagle3", {"k": 3, "topk": 3, "num_draft_tokens": 8})])
+def test_engine_on_kernels_generates_what_transformers_does(
+    variant: str, fields: dict[str, int], build: Build, greedy: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prompts of different length; the last one is in prefill, in chunks, while the others decode."""
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    engine = build(variant, max_num_seqs=3, max_num_batched_tokens=40, **fields)
+    texts = generate(engine, [request(prompt, 8) for prompt in PROMPTS[:3]])
+    assert texts == [text[:8] for text in greedy[:3]]
