@@ -100,7 +100,7 @@ def build_batch(
     )
 
 
-def upload(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def upload(values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """A tensor on `device`. To a GPU it goes from pinned memory, so that the host does not wait for what runs there."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 

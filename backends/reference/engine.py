@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from backends.reference.batch import Batch, Piece, build_batch
+from backends.reference.batch import Batch, Piece, build_batch, upload
 from backends.reference.config import read_config
 from backends.reference.drafters import build_drafter
 from backends.reference.kv_cache import KVCache, token_bytes
@@ -235,7 +235,7 @@ class Engine:
             where += [(sequence.sampling, len(sequence.tokens) + depth) for depth in draft.depths()]
         if not rows:
             return {}
-        logits = self.model.logits(hidden[rows])
+        logits = self.model.logits(hidden[upload(rows, hidden.device)])
         self.clock.lap("verify")
         chosen = choose(logits, where)
         verdicts = {}

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backends.reference import kernels
+from backends.reference.batch import upload
+
 TARGET, DRAFT, ACCEPT, RESIDUAL, FORCED = range(5)
 """Independent noise streams of one request."""
 
@@ -39,11 +42,27 @@ def choose(logits: Tensor, rows: Sequence[tuple[Sampling, int]], stream: int = T
     """One token for each row of float32 `logits` [n, vocab]; `rows` gives its sampling and the position it is chosen for."""
     if all(sampling.greedy for sampling, _ in rows):
         return logits.argmax(dim=-1).tolist()
+    if kernels.usable(logits.device):
+        return _choose_on_device(logits, rows, stream).tolist()
     picks = [
         row.argmax() if sampling.greedy else race(scores(row, sampling), sampling.seed, position, stream)
         for row, (sampling, position) in zip(logits, rows, strict=True)
     ]
     return torch.stack(picks).tolist()
+
+
+def _choose_on_device(logits: Tensor, rows: Sequence[tuple[Sampling, int]], stream: int) -> Tensor:
+    """All rows in one launch, but for those with a top-k or top-p. Which way a row goes depends on nothing but its own sampling."""
+    from backends.reference.kernels.choose import choose_rows  # needs triton
+
+    keys = [noise_key(sampling.seed, position, stream) for sampling, position in rows]
+    halves = [(_int32(key & 0xFFFFFFFF), _int32(key >> 32)) for key in keys]
+    temperatures = upload([sampling.temperature for sampling, _ in rows], logits.device, torch.float32)
+    tokens = choose_rows(logits, temperatures, upload(halves, logits.device, torch.int32))
+    for index, (sampling, position) in enumerate(rows):
+        if not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0):
+            tokens[index] = race(scores(logits[index], sampling), sampling.seed, position, stream)
+    return tokens
 
 
 def scores(row: Tensor, sampling: Sampling) -> Tensor:
@@ -69,7 +88,7 @@ def race(log_weights: Tensor, seed: int, position: int, stream: int) -> Tensor:
 def log_exponential(ids: int | Tensor, seed: int, position: int, stream: int, device: torch.device | str = "cpu") -> Tensor:
     """log of exponential(1) noise for token ids 0..ids-1, or for those in `ids`, float32; the integer part of the work is the same
     on any device."""
-    key = mix64(mix64(mix64(seed) ^ position) ^ stream)
+    key = noise_key(seed, position, stream)
     bits = torch.arange(ids, dtype=torch.int32, device=device) if isinstance(ids, int) else ids.to(torch.int32, copy=True)
     for half in (key & 0xFFFFFFFF, key >> 32):
         bits = _mix32(bits.bitwise_xor_(_int32(half)))
@@ -80,7 +99,12 @@ def log_exponential(ids: int | Tensor, seed: int, position: int, stream: int, de
 
 def uniform(seed: int, position: int, stream: int) -> float:
     """A float64 in [0, 1)."""
-    return (mix64(mix64(mix64(seed) ^ position) ^ stream) >> 11) * 2.0**-53
+    return (noise_key(seed, position, stream) >> 11) * 2.0**-53
+
+
+def noise_key(seed: int, position: int, stream: int) -> int:
+    """64 bits, of which all noise at a position is made."""
+    return mix64(mix64(mix64(seed) ^ position) ^ stream)
 
 
 def mix64(x: int) -> int:

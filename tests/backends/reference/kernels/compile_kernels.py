@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from backends.reference.kernels import tree_attention
+from backends.reference.kernels import choose, tree_attention
 
 RTX_4090, H100 = 89, 90
 
@@ -36,6 +36,8 @@ def main() -> None:
         constants = {"HEADS": 32, "DIM": 128, "CHUNK": 512, "BLOCK_D": 128}
         types = "*fp32 *fp32 *i64 *bf16 i64 i64"
         sizes[f"join sm_{capability}"] = shared_bytes(tree_attention._join_chunks, types, constants, capability)
+        types = "*fp32 *fp32 *i32 *i64 i64 i32"
+        sizes[f"choose sm_{capability}"] = shared_bytes(choose._choose_row, types, {"BLOCK": choose.BLOCK}, capability)
     print(json.dumps(sizes))
 
 
