@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-_POLL_S = 0.0006  # timers are up to half a millisecond late; longer polling costs the core that reads answers
+_POLL_S = 0.0003  # timers are up to half a millisecond late; longer polling costs the core that reads answers
 
 
 async def sleep_until(clock_s: float) -> None:
