@@ -26,7 +26,7 @@ def write_azure(path: Path, rows: int, *, mixed: bool = False) -> None:
             s, tick = divmod(i * 360_000, 10**7)
             clock = f"{s // 3600 % 24:02}:{s // 60 % 60:02}:{s % 60:02}"
             day = 10 + s // 86_400
-            fraction = "" if mixed and i % 25 == 0 else f".{tick // 10:06}" if mixed else f".{tick:07}"
+            fraction = "" if mixed and tick == 0 else f".{tick // 10:06}" if mixed else f".{tick:07}"
             file.write(f"2024-05-{day:02} {clock}{fraction}{'+00:00' if mixed else ''},{i % 4000 + 1},{i % 900 + 1}\r\n")
 
 
