@@ -26,10 +26,9 @@ from harness.funnel.step_cost import StepCost
 LEAST_SD = 0.04
 """Prior standard deviation of the fit's error at a cell, and of what all servers share; at least: the loads may raise it."""
 K_SCALE, BATCH_SCALE = 2.0, 2.0  # in doublings of 1 + K and of the batch size
-DRAFTER_SHARE, SERVER_SHARE = (
-    0.3,
-    0.2,
-)  # of the prior variance that all cells of a drafter share, and all batch sizes of a server
+DRAFTER_SHARE, SERVER_SHARE, CELL_SHARE = 0.3, 0.2, 0.15
+"""Of the prior variance: what all cells of a drafter share, what all batch sizes of a server share, what a cell has for itself (a
+step that fits no captured CUDA graph, say)."""
 SPLIT_SD = 0.3  # of the share of a draft's cost that is fixed, while only one K was measured: evenly between 0 and 1
 MACHINE_SD, MACHINE_SCALE_S = 0.04, 400.0  # of the machine's speed, and how long it lasts
 TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter
@@ -107,5 +106,9 @@ def _kernel(a: Cells, b: Cells) -> Array:
     """Correlation of the fit's errors. Exponential in the doublings of K and batch: errors have steps, they are not smooth."""
     (k1, k2) = (np.log2([1.0 + config.k for config, _ in cells]) for cells in (a, b))
     near_k = np.exp(-np.abs(k1[:, None] - k2[None, :]) / K_SCALE)
-    rest = 1 - DRAFTER_SHARE - SERVER_SHARE
-    return np.asarray(_same_draft(a, b) * (DRAFTER_SHARE + near_k * (SERVER_SHARE + rest * _near_batch(a, b))))
+    rest = 1 - DRAFTER_SHARE - SERVER_SHARE - CELL_SHARE
+    near_batch = _near_batch(a, b)
+    same_cell = (near_k == 1) & (near_batch == 1)
+    return np.asarray(
+        _same_draft(a, b) * (DRAFTER_SHARE + near_k * (SERVER_SHARE + rest * near_batch) + CELL_SHARE * same_cell)
+    )

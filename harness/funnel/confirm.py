@@ -41,7 +41,7 @@ def confirm(
     requests: Callable[[int], int],
     *,
     least_weight: float,
-    max_rounds: int = 2,
+    max_rounds: int = 3,
     after: Callable[[ServingConfig, int], None] = lambda config, rounds: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Confirmed:
