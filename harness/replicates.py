@@ -31,6 +31,7 @@ from harness.statistics import (
 
 MIN_REPLAYS = 5
 MIN_PAIRS = 2
+FEW_PAIRS = 3
 EFFECT = 0.05
 """Relative change for which an undecided comparison says how many runs would show it."""
 RESAMPLES_OF_A_VARIANCE = 500
@@ -46,23 +47,27 @@ def replay_interval(values: Sequence[float]) -> Estimate:
     return Estimate(mean, (mean - half, mean + half))
 
 
-def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: float = 0.0) -> Estimate:
+def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: float | None = None) -> Estimate:
     """Speed-up from interleaved pairs of runs: the geometric mean of off ÷ on of one statistic (E2E p50, ...) of each run.
 
     Student's t over pairs: two pairs give an interval that only a large effect escapes, each further pair narrows it fast.
     `shared_variance` is that part of the variance of the log ratio which all pairs have in common, so that their differences do
-    not show it (they sent the same requests); the degrees of freedom of the sum are Satterthwaite's (1946).
+    not show it (they sent the same requests); the degrees of freedom of the sum are Satterthwaite's (1946). Runs of the same
+    requests can also be compared within each side: up to `FEW_PAIRS` that gives the variance, with twice the degrees of freedom;
+    what drifts from pair to pair then only widens the interval.
 
     Raises:
         ValueError: the runs are not in pairs.
     """
-    logs = np.log(np.asarray(off, dtype=float)) - np.log(np.asarray(on, dtype=float))
+    sides = np.log(np.asarray(off, dtype=float)), np.log(np.asarray(on, dtype=float))
+    logs = sides[0] - sides[1]
     value, pairs = float(np.mean(logs)), len(logs)
     if pairs < MIN_PAIRS:
         return Estimate(math.exp(value), None, f"1 pair of runs shows no run-to-run noise: it needs {MIN_PAIRS} or more")
-    between = float(np.var(logs, ddof=1)) / pairs
-    total = between + shared_variance
-    freedom = (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
+    groups = sides if shared_variance is not None and pairs <= FEW_PAIRS else (logs,)
+    between = sum(float(np.var(group, ddof=1)) for group in groups) / pairs
+    total = between + (shared_variance or 0.0)
+    freedom = len(groups) * (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
     half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(total)
     note = None
     if abs(value) <= half:
@@ -129,9 +134,11 @@ def _of_runs(
         return NOTHING_COMMON
     samples = [compare(a, b) for a, b in pairs]
     size = samples[0].size if same else sum(sample.size for sample in samples)
-    found = paired_runs(
-        np.exp([s.log_ratio for s in samples]).tolist(), [1.0] * len(samples), _shared(samples, seed) if same else 0.0
-    )
+    if same:  # every run as slow as the first of off, times so much
+        offs, ons = (np.exp([compare(run, pairs[0][0]).log_ratio for run in side]) for side in zip(*pairs, strict=True))
+        found = paired_runs(offs.tolist(), ons.tolist(), _shared(samples, seed))
+    else:
+        found = paired_runs(np.exp([s.log_ratio for s in samples]).tolist(), [1.0] * len(samples))
     note = too_few(size, needed, what, samples[0].groups)
     return Estimate(found.value, None, note) if note else found
 

@@ -37,9 +37,17 @@ def test_one_pair_of_runs_gives_the_interval_of_these_runs() -> None:
     assert paired_runs([1.0], [1.0]).ci95 is None
 
 
+def test_two_pairs_of_the_same_requests_have_two_degrees_of_freedom() -> None:
+    found = paired_runs([1.1, 1.3], [1.0, 1.0], 0.0)
+    assert half(found) == pytest.approx(4.303 * math.log(1.3 / 1.1) / 2, rel=1e-3)
+    drifted = paired_runs([1.1, 1.3], [1.0, 1.3 / 1.1], 0.0)  # both sides slowed down alike: no reason to be surer
+    assert half(drifted) > half(found)
+
+
 def test_variance_common_to_all_pairs_widens_and_stiffens_the_interval() -> None:
-    alone, joined = paired_runs([1.0, 1.02, 1.04], [1.0] * 3), paired_runs([1.0, 1.02, 1.04], [1.0] * 3, 0.01**2)
-    assert half(joined) < half(alone) * math.sqrt(1 + 0.01**2 / (0.0196**2 / 3))  # more degrees of freedom, smaller t
+    off = [1.0, 1.02, 1.04, 1.06]
+    alone, joined = paired_runs(off, [1.0] * 4), paired_runs(off, [1.0] * 4, 0.01**2)
+    assert half(joined) < half(alone) * math.sqrt(1 + 0.01**2 / (0.0251**2 / 4))  # more degrees of freedom, smaller t
     assert half(paired_runs([1.0, 1.0], [1.0, 1.0], 0.01**2)) == pytest.approx(1.96 * 0.01, rel=1e-3)
 
 
