@@ -21,7 +21,7 @@ from workloads.types import Request, WorkloadError
 
 DECODERS, LONG_PROMPTS = 4, 2
 DECODE_TOKENS = 128
-LONG_CHARACTERS = 8000  # about 2,000 tokens of English
+LONG_CHARACTERS = (8000, 4000, 2000, 1000)  # 8,000 are about 2,000 tokens of English; less where the context refuses that
 ARRIVAL_SHARE = 0.35  # of the decoding done when the long prompts arrive
 
 
@@ -76,9 +76,12 @@ def probe_interference(endpoint: Endpoint, requests: Sequence[Request], *, seed:
     if not ends:
         raise BackendError("interference: the decoding requests gave no tokens")
     arrive = max(starts) + ARRIVAL_SHARE * (min(ends) - max(starts))
-    long = [_long(DECODERS + i, texts, arrive) for i in range(LONG_PROMPTS)]
-    again = [unseen(request, "again") for request in decoding]  # their prompts must not lie in a cache now
-    records = _send(endpoint, [*again, *long], seed)
+    for characters in LONG_CHARACTERS:
+        long = [_long(DECODERS + i, texts, characters, arrive) for i in range(LONG_PROMPTS)]
+        again = [unseen(request, str(characters)) for request in decoding]  # their prompts must not lie in a cache now
+        records = _send(endpoint, [*again, *long], seed)
+        if all(record.status != "refused" for record in records[DECODERS:]):
+            break
     try:
         return interference(records[:DECODERS], records[DECODERS:])
     except ValueError as error:
@@ -103,13 +106,12 @@ def _decoder(index: int, request: Request) -> Request:
     )
 
 
-def _long(index: int, texts: Sequence[str], arrive_s: float) -> Request:
-    """A prompt of about `LONG_CHARACTERS` that begins like no other."""
+def _long(index: int, texts: Sequence[str], characters: int, arrive_s: float) -> Request:
+    """A prompt of so many characters that begins like no other."""
     text = f"[{index}] " + " ".join(texts)
-    while len(text) < LONG_CHARACTERS:
+    while len(text) < characters:
         text += f" ({len(text)}) {text}"
-    prompt = text[:LONG_CHARACTERS]
-    return Request(index=index, arrival_s=arrive_s, prompt=prompt, output_tokens=2, sampling={"temperature": 0})
+    return Request(index=index, arrival_s=arrive_s, prompt=text[:characters], output_tokens=2, sampling={"temperature": 0})
 
 
 def _text(request: Request) -> str:
