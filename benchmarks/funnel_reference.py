@@ -87,7 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trace", default=str(ROOT / "workloads" / "samples" / "demo.jsonl"))
-    parser.add_argument("--small", action="store_true", help="off and n-gram at three K and two batch sizes: a trial of the command")
+    parser.add_argument(
+        "--small", action="store_true", help="off and n-gram at three K and two batch sizes: a trial of the command"
+    )
     args = parser.parse_args()
     options = SMALL if args.small else FULL
     grid = run("grid", args.out / "grid", options, args.trace)

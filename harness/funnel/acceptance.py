@@ -137,7 +137,7 @@ def _inflation(loads: Sequence[Observation]) -> float:
     found = []
     for load in loads:
         tokens = load.output_tokens - 1
-        long = tokens > 8
+        long = (tokens > 8) & (load.e2e_s > load.ttft_s)  # all tokens in one chunk say nothing of the time between
         if long.sum() < 4:
             continue
         per_token = (load.e2e_s - load.ttft_s)[long] / tokens[long]

@@ -140,7 +140,7 @@ class Funnel:
         """Its largest K at a batch size where tokens are cheap, and at the smallest that matters."""
         deepest = max(configs, key=lambda config: config.k)
         matter = self.batch_sizes
-        wide = max(matter[-1], *(b for b in self._all_batches if b <= PROBE_BATCH))
+        wide = max([matter[-1], *(b for b in self._all_batches if b <= PROBE_BATCH)])
         for batch in dict.fromkeys((wide, matter[0])):
             found = self._load(deepest, batch, requests_of(batch, PROBE_REQUESTS if batch == wide else LEAST_REQUESTS))
             if not found:

@@ -1,6 +1,7 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,3 +84,11 @@ def test_a_server_that_counts_no_positions_still_gives_a_curve() -> None:
     load = observe(on("eagle3", 6), 16)
     object.__setattr__(load, "position_rates", ())
     assert from_loads([load]).tau(6).value == pytest.approx(load.tau, rel=1e-6)
+
+
+def test_answers_that_came_in_one_chunk_do_not_spoil_the_interval() -> None:
+    load = observe(on("eagle3", 6), 16)
+    object.__setattr__(load, "ttft_s", np.where(np.arange(64) < 5, load.e2e_s, load.ttft_s))
+    ci95 = from_loads([load]).tau(4).ci95
+    assert ci95 is not None
+    assert all(math.isfinite(end) for end in ci95)

@@ -73,6 +73,15 @@ def test_predictions_of_cells_that_were_not_measured_hold() -> None:
     assert sorted(errors)[len(errors) // 2] < 0.1
 
 
+def test_batch_sizes_above_the_probe_s_own_are_probed_at_the_largest() -> None:
+    bench = Bench()
+    search = funnel(bench)
+    search.workloads = [workload({48: 0.5, 64: 0.5})]
+    search.loads[:] = [observe(OFF, batch) for batch in (48, 64)]
+    search.run()
+    assert bench.cells[:2] == [(on("eagle3", 6), 64), (on("eagle3", 6), 48)]
+
+
 def test_nothing_is_measured_once_the_budget_is_used_up() -> None:
     bench = Bench()
     search = funnel(bench)
