@@ -5,7 +5,7 @@
 
 Written to the JSON after each part:
 
-- `kernels`: largest error of each Triton kernel against the torch path, by dtype.
+- `kernels`: the attention kernel's largest errors against the torch path, by dtype; rows for which another token was chosen.
 - `ceilings`: read bandwidth and matmul rate that this device reaches.
 - `equality`: prompts whose float32 text equals `transformers.generate`, by variant.
 - `demo`: seconds a step and tokens/s by variant, K and batch size for the demo model; acceptance is real.
@@ -116,7 +116,7 @@ def _device_name(device: torch.device) -> str:
 def kernel_errors(device: torch.device) -> dict[str, Any]:
     if not kernels.usable(device):
         return {"not run": "the kernels need a GPU and triton"}
-    from benchmarks.kernel_checks import CASES, TOLERANCE, attention_error
+    from benchmarks.kernel_checks import CASES, TOLERANCE, attention_error, other_choices
 
     errors = {str(dtype): {name: attention_error(case, dtype, device) for name, case in CASES.items()} for dtype in TOLERANCE}
     wrong = [(d, name) for d, limit in TOLERANCE.items() for name, error in errors[str(d)].items() if error > limit]
@@ -124,6 +124,7 @@ def kernel_errors(device: torch.device) -> dict[str, Any]:
         "largest_error": errors,
         "tolerance": {str(d): limit for d, limit in TOLERANCE.items()},
         "wrong": list(map(str, wrong)),
+        "tokens_chosen_otherwise": other_choices(device),
     }
 
 

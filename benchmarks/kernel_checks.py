@@ -9,8 +9,10 @@ import torch
 from backends.reference.attention import attend
 from backends.reference.batch import Piece, build_batch, narrow_rows
 from backends.reference.drafters.head_cache import HeadKV
+from backends.reference.kernels import launching_on
 from backends.reference.kernels.tree_attention import CHUNK, tree_attention
 from backends.reference.kv_cache import KVCache
+from backends.reference.sampling import Sampling, choose
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output against float32 on the same rounded inputs; outputs are means of standard normal values."""
@@ -86,8 +88,17 @@ def attention_error(case: Case, dtype: torch.dtype, device: torch.device) -> flo
     narrow_pieces = [piece for piece in case.pieces if piece.done + len(piece.tokens) < 32]
     narrow = narrow_rows(narrow_pieces, batch.starts, n, device, case.window)
     out = torch.full(expected.shape, torch.nan, dtype=dtype, device=device)
-    tree_attention(q.to(device), poisoned.to(device), narrow, batch.positions.to(device), out, chunk=case.chunk)
+    with launching_on(device):
+        tree_attention(q.to(device), poisoned.to(device), narrow, batch.positions.to(device), out, chunk=case.chunk)
     got = out.float().cpu()
     ours = narrow.seen.cpu() != 0
     assert got[~ours].isnan().all(), "rows of other pieces were written"
     return float((got[ours] - expected[ours]).abs().max().nan_to_num(torch.inf))
+
+
+def other_choices(device: torch.device, rows: int = 64, vocab: int = 128_256) -> int:
+    """Rows of random logits for which `device` chooses another token than the CPU: none, unless two scores tie to an ulp."""
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    where = [(Sampling(0.8 * (i % 4 > 0), seed=i), i) for i in range(rows)]
+    pairs = zip(choose(logits, where), choose(logits.to(device), where), strict=True)
+    return sum(ours != theirs for ours, theirs in pairs)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from backends.reference import kernels
 from backends.reference.batch import Batch, Group
 from backends.reference.kv_cache import KVCache
 
@@ -16,7 +17,8 @@ def attend(q: Tensor, batch: Batch, cache: KVCache, layer: int) -> Tensor:
         from backends.reference.kernels.tree_attention import tree_attention  # needs triton
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        tree_attention(q, cache.layer(layer), batch.narrow, batch.positions, out)
+        with kernels.launching_on(q.device):
+            tree_attention(q, cache.layer(layer), batch.narrow, batch.positions, out)
         for group in batch.groups:
             rows = slice(group.start, group.start + group.rows)
             out[rows] = _attend(q[rows], group, cache, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -10,3 +11,8 @@ import torch
 def usable(device: torch.device) -> bool:
     """Whether tensors on `device` go to these kernels."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the thread's current GPU, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backends.reference.kernels import launching_on
+
 BLOCK = 4096
 
 
@@ -19,7 +21,8 @@ def choose_rows(logits: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
     """
     n, vocab = logits.shape
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
-    _choose_row[(n,)](logits, temperatures, keys, out, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=8)
+    with launching_on(logits.device):
+        _choose_row[(n,)](logits, temperatures, keys, out, logits.stride(0), vocab, BLOCK=BLOCK, num_warps=8)
     return out
 
 

@@ -5,6 +5,7 @@ import pytest
 with pytest.MonkeyPatch.context() as environment:
     environment.setenv("TRITON_INTERPRET", "1")
     import backends.reference.kernels.choose
+    import backends.reference.kernels.int4_linear
     import backends.reference.kernels.tree_attention  # noqa: F401
 
 
