@@ -137,6 +137,9 @@ def tune(
             rich_help_panel=_GRID,
         ),
     ] = 0.0,
+    space: Annotated[
+        Path | None, typer.Option(help="YAML file with axes of the grid; they replace these options.", rich_help_panel=_GRID)
+    ] = None,
     strategy: Annotated[str, typer.Option(help=" | ".join(st.STRATEGIES), rich_help_panel=_SEARCH)] = "funnel",
     objective: Annotated[
         list[str] | None,
@@ -173,6 +176,17 @@ def tune(
         return
     if not trace:
         raise click.UsageError("--trace FILE is needed; python tune.py --help lists the options")
+    axes = {
+        "variants": st.parse_names(variants),
+        "k": st.parse_numbers("--k", k),
+        "topk": st.parse_numbers("--topk", topk),
+        "tree_nodes": st.parse_numbers("--tree-nodes", tree_nodes) if tree_nodes else (),
+        "batch_sizes": st.parse_numbers("--batch-sizes", batch_sizes),
+        "quantization": st.parse_names(quantization),
+        "kv_cache_dtype": st.parse_names(kv_cache_dtype),
+        "draft_quantization": st.parse_names(draft_quantization),
+        **(st.read_space(space) if space else {}),
+    }
     settings = st.RunSettings(
         traces=tuple(trace),
         out=str(out or _default_out(trace[0])),
@@ -185,14 +199,7 @@ def tune(
         base_args=st.parse_base_args(base_args or [], backend or ["reference"]),
         model=model,
         drafts=st.parse_pairs("--draft", draft or []),
-        variants=st.parse_names(variants),
-        k=st.parse_numbers("--k", k),
-        topk=st.parse_numbers("--topk", topk),
-        tree_nodes=st.parse_numbers("--tree-nodes", tree_nodes) if tree_nodes else (),
-        batch_sizes=st.parse_numbers("--batch-sizes", batch_sizes),
-        quantization=st.parse_names(quantization),
-        kv_cache_dtype=st.parse_names(kv_cache_dtype),
-        draft_quantization=st.parse_names(draft_quantization),
+        **axes,
         tensor_parallel=tensor_parallel,
         max_num_seqs=max_num_seqs,
         max_quality_loss=max_quality_loss,

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from backends.registry import ADAPTERS
 from backends.types import NEEDS_DRAFT, VARIANTS, ConfigError
 
@@ -141,6 +143,34 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     return value
+
+
+SPACE_NUMBERS = ("k", "topk", "tree_nodes", "batch_sizes")
+SPACE_NAMES = ("variants", "quantization", "kv_cache_dtype", "draft_quantization")
+
+
+def read_space(path: Path) -> dict[str, Any]:
+    """The grid from a YAML file, as fields of `RunSettings`: ``variants: [off, ngram]``, ``k: 1..7``, ``batch_sizes: [1, 4]``.
+
+    Raises:
+        ConfigError: no such file, no mapping, a key that is no axis, or a value of another kind.
+    """
+    try:
+        found = yaml.load(path.read_text(), Loader=yaml.BaseLoader)  # all is text: to YAML `off` would be false
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--space {path}: {str(error).splitlines()[0]}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--space {path}: needs lines such as 'k: 1..7', got {type(found).__name__}")
+    fields: dict[str, Any] = {}
+    for key, value in found.items():
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if key in SPACE_NUMBERS:
+            fields[key] = parse_numbers(f"--space {path}: {key}", text)
+        elif key in SPACE_NAMES:
+            fields[key] = parse_names(text)
+        else:
+            raise ConfigError(f"--space {path}: '{key}' is no axis; choose from {', '.join((*SPACE_NAMES, *SPACE_NUMBERS))}")
+    return fields
 
 
 def parse_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -154,7 +154,8 @@ class Funnel:
 
     def _prune_unpromising(self, key: DraftKey, configs: Sequence[ServingConfig]) -> bool:
         curves = [(workload, self.curve(key, workload.name)) for workload in self.workloads]
-        known = [(workload, curve) for workload, curve in curves if curve is not None]
+        deepest = max(config.k for config in configs)
+        known = [(workload, curve) for workload, curve in curves if curve is not None and len(curve.rates) >= deepest]
         if len(known) < len(curves):
             return False
         context = float(np.mean([load.context_tokens for load in self.loads]))

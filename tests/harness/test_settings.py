@@ -1,11 +1,21 @@
 import contextlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.types import ConfigError
-from harness.settings import RunSettings, parse_base_args, parse_duration, parse_numbers, parse_pairs, parse_slo, parse_window
+from harness.settings import (
+    RunSettings,
+    parse_base_args,
+    parse_duration,
+    parse_numbers,
+    parse_pairs,
+    parse_slo,
+    parse_window,
+    read_space,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,3 +113,21 @@ def test_production_flags_belong_to_their_backend() -> None:
 def test_production_flags_of_nobody_are_refused(item: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_base_args([item], ["reference", "vllm"])
+
+
+def test_the_grid_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "space.yaml"
+    file.write_text("variants: [off, ngram]\nk: 1..3\nbatch_sizes: [1, 8]\nquantization: none\n")
+    assert read_space(file) == {"variants": ("off", "ngram"), "k": (1, 2, 3), "batch_sizes": (1, 8), "quantization": ("none",)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("depth: 3", "'depth' is no axis"), ("k: many", "'many' is no number"), ("- k", "got list"), ("k: [", "while parsing")],
+)
+def test_a_file_that_is_no_grid_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "space.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        read_space(file)
+    assert "\n" not in str(error.value)

@@ -82,6 +82,20 @@ def test_batch_sizes_above_the_probe_s_own_are_probed_at_the_largest() -> None:
     assert bench.cells[:2] == [(on("eagle3", 6), 64), (on("eagle3", 6), 48)]
 
 
+def test_a_larger_range_of_k_keeps_the_old_loads_and_probes_only_what_they_do_not_reach() -> None:
+    first = Bench()
+    small = funnel(first)
+    small.candidates = [config for config in small.candidates if config.k <= 3]
+    small.run()
+    second = Bench()
+    large = funnel(second)
+    large.loads[:] = small.loads
+    large.run()
+    assert (on("eagle3", 6), 16) in second.cells
+    assert not set(first.cells) & set(second.cells)
+    assert large.incumbent().variant == "eagle3"
+
+
 def test_nothing_is_measured_once_the_budget_is_used_up() -> None:
     bench = Bench()
     search = funnel(bench)
