@@ -218,9 +218,10 @@ def check_k(target: Checkpoint, draft: Checkpoint | None, config: ServingConfig)
     """K that the draft's structure allows."""
     fault = None
     if config.variant == "mtp":
-        layers = next((target.decoder[key] for key in _MTP_KEYS if target.decoder.get(key)), 0)
+        holder = draft or target  # modules apart from the target's checkpoint, where the engine takes them
+        layers = next((holder.decoder[key] for key in _MTP_KEYS if holder.decoder.get(key)), 0)
         if not layers:
-            fault = f"{target.name} has no multi-token-prediction layer ({', '.join(_MTP_KEYS[:2])})"
+            fault = f"{holder.name} has no multi-token-prediction layer ({', '.join(_MTP_KEYS[:2])})"
         elif config.k > layers and config.k % layers:
             fault = f"K = {config.k} is no multiple of the {layers} multi-token-prediction layers"
     elif draft is not None and config.variant == "medusa":

@@ -58,7 +58,7 @@ def _findings(
 
 def _draft_name(config: ServingConfig) -> str | None:
     """None also for the reference engine's own copies of the target, which fit by construction."""
-    if config.variant not in NEEDS_DRAFT or config.draft is None or config.draft.startswith("self-"):
+    if config.variant not in NEEDS_DRAFT | {"mtp"} or config.draft is None or config.draft.startswith("self-"):
         return None
     return config.draft
 

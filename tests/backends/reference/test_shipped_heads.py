@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.preflight import preflight
 from backends.reference.demo_heads import SHIPPED, demo_head_dir, shipped_variants
 from backends.reference.demo_model import demo_model_dir
 from backends.reference.engine import Engine
 from backends.reference.options import EngineOptions
 from backends.serving import GenerationRequest
+from backends.types import ServingConfig, WorkloadFacts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,3 +49,9 @@ def test_a_shipped_head_shortens_decoding_of_prompts_it_never_saw(variant: str) 
     counted = engine.counters
     tau = (counted.generated_tokens - counted.first_tokens) / counted.decode_steps
     assert tau > 1.15, f"{tau}, accepted at {counted.accepted_per_position} of {counted.decode_steps} steps"
+
+
+@pytest.mark.parametrize("variant", shipped_variants())
+def test_preflight_finds_no_fault_with_a_shipped_head(variant: str) -> None:
+    config = ServingConfig("reference", str(demo_model_dir()), variant=variant, k=2, draft=str(demo_head_dir(variant)))
+    assert [finding.line() for finding in preflight(config, WorkloadFacts()) if finding.level == "error"] == []
