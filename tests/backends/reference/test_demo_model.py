@@ -85,6 +85,7 @@ def test_the_shipped_heads_leave_the_text_alone(head: str, folder: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("head", SHIPPED)
 def test_the_shipped_heads_leave_all_texts_alone(head: str, folder: Path) -> None:
     for batch, entries in ((16, ENTRIES), (4, ENTRIES[::7]), (1, ENTRIES[::7])):
