@@ -9,9 +9,10 @@ DEMO_OUT ?= runs/demo
 
 .PHONY: demo test test-slow test-engines gate-check lint clean
 
+# The whole grid, so that the report shows every cell measured; the default strategy would measure a part and predict the rest.
 demo: $(VENV)/.installed
 	$(PY) tune.py --trace workloads/samples/demo.jsonl --out $(DEMO_OUT) \
-		--variants off,ngram,draft_model --draft draft_model=self-int4 --k 2,4,6 --batch-sizes 2,8 \
+		--variants off,ngram,draft_model --draft draft_model=self-int4 --k 2,4,6 --batch-sizes 2,8 --strategy grid \
 		--max-output-tokens 40 --time-scale 0.25
 
 test: $(VENV)/.installed-test
