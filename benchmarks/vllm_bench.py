@@ -27,17 +27,16 @@ from harness.client import ReplayOptions
 from harness.replay import replay
 from harness.types import Load
 from harness.warmup import warm_up
-from workloads.load import load_trace
+from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
 
-SAMPLE = Path(__file__).resolve().parents[1] / "workloads" / "samples" / "demo.jsonl"
 REQUESTS, OUTPUT_TOKENS, CONCURRENCY = 48, 48, 4
 BENCH = "import argparse, vllm.benchmarks.serve as s; p = argparse.ArgumentParser(); s.add_cli_args(p); s.main(p.parse_args())"
 
 
 def prompts() -> list[str]:
     """The bundled sample's conversations as plain text."""
-    requests = sorted(load_trace(SAMPLE).requests(), key=lambda r: len(str(r.messages)))[:REQUESTS]
+    requests = sorted(load_trace(DEMO_TRACE).requests(), key=lambda r: len(str(r.messages)))[:REQUESTS]
     return ["\n".join(str(message["content"]) for message in request.messages or []) for request in requests]
 
 

@@ -26,10 +26,9 @@ from harness.smoke import Output, smoke_test
 from harness.space import build_space
 from harness.speculation import DISAGREEMENT, speculation
 from harness.types import Load, RequestRecord
-from workloads.load import load_trace
+from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
 
-SAMPLE = Path(__file__).resolve().parents[1] / "workloads" / "samples" / "demo.jsonl"
 STREAMED, CONCURRENCY, OUTPUT_TOKENS = 12, 4, 48
 COMPARED = 6  # requests whose greedy text is compared with off's
 GONE_WITHIN_S = 5.0
@@ -52,7 +51,7 @@ def verify_engine(settings: RunSettings, folder: Path) -> list[Check]:
         ConfigError: a model or draft that cannot work, or no configuration that this engine accepts.
     """
     settings = replace(settings, model=resolve_model(settings.model))
-    sample = load_trace(SAMPLE)
+    sample = load_trace(DEMO_TRACE)
     requests = sorted(sample.requests(), key=lambda request: len(str(request.messages)))[:STREAMED]  # fit any context
     facts = facts_of({"sample": sample.select([request.index for request in requests])}, OUTPUT_TOKENS)
     space = build_space(settings, settings.model, facts)

@@ -20,6 +20,7 @@ from workloads.times import UNITS_NS, Clock
 from workloads.types import SCHEMA, Trace, WorkloadError
 
 Window = tuple[float, float]
+DEMO_TRACE = Path(__file__).with_name("samples") / "demo.jsonl"
 
 
 def load_trace(

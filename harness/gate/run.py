@@ -19,9 +19,7 @@ from harness.gate.sides import Side, check_side, parse_side
 from harness.gate.stored import StoredBaseline, StoredSource, read_baseline, record, refuse_unequal, workload_of
 from harness.gate.types import Answer, Rules, Verdict
 from harness.gate.workload import Workload
-from workloads.load import load_trace
-
-DEMO_TRACE = Path(__file__).resolve().parents[2] / "workloads" / "samples" / "demo.jsonl"
+from workloads.load import DEMO_TRACE, load_trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from backends.reference.heads.block import Attend, Block, RMSNorm, Rotary, Shape
+from backends.reference.heads.block import Attend, Block, RMSNorm, Shape
+from backends.reference.heads.last_stream import LastStreamHead
 
 
 class MtpModule(nn.Module):
@@ -35,12 +34,9 @@ class MtpModule(nn.Module):
         return self.block.keys_values(self.inputs(embedded, hidden), rotary)
 
 
-class Mtp(nn.Module):
+class Mtp(LastStreamHead):
     """One round: `forward` over the newly verified rows, `logits` of the last row; then single rows with the output in the place of
     the target's hidden state. Module i serves draft i; with fewer modules than drafts the last one is used again."""
-
-    embedding: Tensor
-    token_map: Tensor | None = None
 
     def __init__(
         self,
@@ -56,27 +52,11 @@ class Mtp(nn.Module):
     ) -> None:
         """`zero_first_embedding`: the row at position 0 gets a zero embedding, as DeepSeek-V3 and MiMo are run."""
         super().__init__()
-        self.shape = shape
         self.zero_first_embedding = zero_first_embedding
         self.modules_ = nn.ModuleList(
             MtpModule(shape, embedding_first=embedding_first, bias=bias, head_norms=head_norms) for _ in range(modules)
         )
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        self.head.weight = nn.Parameter(output, requires_grad=False)
-        self.rotary = Rotary(shape)
-        self.register_buffer("embedding", embedding, persistent=False)
-
-    def fuse(self, streams: Sequence[Tensor]) -> Tensor:
-        """The target's final hidden state, the only stream this head reads."""
-        return streams[0]
-
-    def recycle(self, output: Tensor) -> Tensor:
-        """What takes the place of the target's hidden state in the step after."""
-        return output
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., hidden]."""
-        return self.embedding[token_ids]
+        self._take_from_target(shape, embedding, output)
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, *, module: int = 0) -> Tensor:
         """One pass of one module; `attend` is called with `layer` = the module's number, since each has keys and values of its own.
@@ -99,7 +79,3 @@ class Mtp(nn.Module):
         if self.zero_first_embedding:
             embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         return self.modules_[0].keys_values(embedded, hidden, self.rotary(positions))  # type: ignore[operator]
-
-    def logits(self, output: Tensor) -> Tensor:
-        """[..., vocab], in the target's ids."""
-        return self.head(output)
