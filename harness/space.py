@@ -81,7 +81,6 @@ def _configurations(settings: RunSettings, model: str) -> Iterator[ServingConfig
             kv_cache_dtype=kv_dtype,
             tensor_parallel=settings.tensor_parallel,
             max_num_seqs=settings.max_num_seqs,
-            prefix_caching=backend != "reference",  # that engine has none
             extra={"trust_remote_code": True} if settings.trust_remote_code else {},
         )
         base = _as_in_production(base, settings.base_args.get(backend, ()))

@@ -2,7 +2,9 @@
 
 Engines compile on first use, also on the first batch of a size (reports of first requests 25 times slower than later ones), so
 one request at a time does not warm a batch. Rule: waves of requests at the trial's concurrency, each shortened to
-`WAVE_TOKENS`, until the mean time between chunks of a wave is within `TOLERANCE` of the fastest wave before it; at most `MAX_WAVES`.
+`WAVE_TOKENS`, until a wave's mean time between chunks is no faster than `FASTER` times the fastest wave before it and no slower than
+`SLOWER` times; at most `MAX_WAVES`. A server that warms up becomes faster, and one that compiles for a new shape much slower; in
+between lies the noise of a few short requests.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ from harness.wire import Origin, Pool, get
 from workloads.types import Request
 
 WAVE_TOKENS = 16
-TOLERANCE = 0.1
+FASTER, SLOWER = 0.9, 1.3
 SAME_STEP_S = 1e-4  # steps that differ by less are equal: chunks of such steps arrive in one read
 MAX_WAVES = 6
 OPEN_LOOP_CONCURRENCY = 4  # an open loop has no concurrency of its own; two and more at once meet the batched kernels
 
-RESET_PATHS = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache", "simulated": "/reset_prefix_cache"}
+RESET_PATHS = {
+    "reference": "/reset_prefix_cache",
+    "simulated": "/reset_prefix_cache",
+    "sglang": "/flush_cache",
+    "vllm": "/reset_prefix_cache",
+}
 """POST that empties the prefix cache, where a server offers it (vLLM: in its development mode only)."""
 
 
@@ -55,7 +62,7 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
             step_s = _step_s(await _wave(sender, requests, users, len(waves)))
             if step_s is None:
                 break
-            stable = bool(waves) and abs(step_s - min(waves)) <= max(TOLERANCE * min(waves), SAME_STEP_S)
+            stable = is_stable(step_s, waves)
             waves.append(step_s)
         emptied = options.prefix_cache == "cold" and await _empty_prefix_cache(endpoint, pool)
     finally:
@@ -67,6 +74,14 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
     if options.prefix_cache == "cold" and not emptied:
         warnings.append("the server's prefix cache could not be emptied before the load; it holds what earlier loads left")
     return WarmUp(tuple(waves), stable, "cold" if emptied else "as found", tuple(warnings))
+
+
+def is_stable(step_s: float, before: Sequence[float]) -> bool:
+    """Whether a wave of steps of `step_s` seconds, after waves of `before`, is the last one needed."""
+    if not before:
+        return False
+    best = min(before)
+    return abs(step_s - best) <= SAME_STEP_S or FASTER * best <= step_s <= SLOWER * best
 
 
 async def _wave(sender: Sender, requests: Sequence[Request], users: int, wave: int) -> list[RequestRecord]:
@@ -87,7 +102,5 @@ def _step_s(records: Sequence[RequestRecord]) -> float | None:
 
 
 async def _empty_prefix_cache(endpoint: Endpoint, pool: Pool) -> bool:
-    if endpoint.backend == "reference":
-        return True  # it has none
     path = RESET_PATHS.get(endpoint.backend)
     return path is not None and await get(pool, path, method="POST") is not None

@@ -86,7 +86,9 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    serve(create_app(service), socket)
+    app = create_app(service)
+    app.add_api_route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"])
+    serve(app, socket)
 
 
 if __name__ == "__main__":

@@ -169,6 +169,10 @@ class Engine:
         if sequence.finish_reason is None:
             self._finish(sequence, "cancelled")
 
+    def reset_prefix_cache(self) -> None:
+        """Prompts from now on share nothing with requests that have finished."""
+        self.scheduler.forget_prefixes()
+
     def step(self) -> list[StepOutput]:
         """Draft, run the target once over prompts and drafts together, verify, and emit."""
         clock, accepted = self.clock, self.counters.accepted_tokens

@@ -70,6 +70,10 @@ class Scheduler:
         else:
             self._vacate(sequence)
 
+    def forget_prefixes(self) -> None:
+        """Let nothing that has finished be taken over by later prompts."""
+        self._held.clear()
+
     def _decodes(self) -> list[tuple[Sequence, int]]:
         decoding = [s for s in self.running if s.decoding]
         k = k_at(self.limits.k_schedule, len(decoding), self.limits.k)

@@ -14,6 +14,9 @@ from backends.reference.metrics import render
 from backends.reference.sequence import Sequence as Running
 from backends.serving import GenerationRequest, RequestError, TokenChunk
 
+RESET_TIMEOUT_S = 10.0
+"""A failed engine takes no messages any more."""
+
 
 class _Stream:
     """Where one request's chunks go."""
@@ -80,6 +83,17 @@ class Service:
 
     def metrics_page(self) -> str:
         return render(self._engine, self.model)
+
+    async def reset_prefix_cache(self) -> None:
+        """``POST /reset_prefix_cache``, as vLLM has it in its development mode."""
+        done = threading.Event()
+
+        def reset() -> None:
+            self._engine.reset_prefix_cache()
+            done.set()
+
+        self._inbox.put(reset)
+        await asyncio.to_thread(done.wait, RESET_TIMEOUT_S)
 
     async def drain(self) -> None:
         """Refuse new requests, finish the running ones, end the thread."""

@@ -117,3 +117,13 @@ def _recomputed(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 def _same(cache: KVCache, slot: int, expected: list[torch.Tensor]) -> None:
     for kept, wanted in zip(cache._layers, expected, strict=False):
         torch.testing.assert_close(kept[slot, : len(wanted)], wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_after_a_reset_nothing_is_taken_over_from_what_has_finished(build: Build, expected: list[list[int]]) -> None:
+    engine = build(max_num_seqs=1)
+    assert generate(engine, requests()[:1]) == expected[:1]
+    engine.reset_prefix_cache()
+    assert generate(engine, requests()[1:2]) == expected[1:2]
+    assert engine.counters.prefix_hit_tokens == 0
+    assert generate(engine, requests()[2:3]) == expected[2:3]
+    assert engine.counters.prefix_hit_tokens == SHARED

@@ -58,6 +58,21 @@ def test_completions_equal_transformers_and_the_page_counts_them(server: str, ti
     assert gauges.running == 0
 
 
+def test_the_prefix_cache_can_be_emptied(server: str, tiny_dir: Path) -> None:
+    body = {"model": tiny_dir.name, "prompt": [*range(1, 60)], "max_tokens": 2, "temperature": 0}
+
+    def hits() -> int:
+        before, _ = parse_metrics("reference", httpx.get(f"{server}/metrics").text)
+        httpx.post(f"{server}/v1/completions", json=body, timeout=60).raise_for_status()
+        after, _ = parse_metrics("reference", httpx.get(f"{server}/metrics").text)
+        return (after - before).prefix_hit_tokens or 0
+
+    hits()
+    assert hits() == 58
+    httpx.post(f"{server}/reset_prefix_cache", timeout=60).raise_for_status()
+    assert hits() == 0
+
+
 def test_a_request_that_cannot_be_served_is_a_400(server: str, tiny_dir: Path) -> None:
     answer = httpx.post(f"{server}/v1/completions", json={"model": tiny_dir.name, "prompt": [1] * 600, "max_tokens": 5})
     assert answer.status_code == 400
