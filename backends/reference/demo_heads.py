@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from backends.reference.cached import made_once
+from backends.cached import made_once
 from backends.reference.demo_model import demo_model_dir
 from backends.reference.heads.export import expand
 from backends.reference.heads.files import read_target

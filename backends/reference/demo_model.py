@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from backends.reference.cached import made_once
+from backends.cached import made_once
 from backends.types import BackendError
 
 MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -6,7 +6,8 @@ A look at the data can end in a suspicion, a pass, or neither.
   error spent over looks). It turns red when *fresh* blocks alone show the same metric worse again and all blocks together still
   put it beyond the band. So a red needs two independent pieces of evidence; one suspicion is followed up, never a second.
 * Pass: for every required metric the upper confidence bound of the change lies inside the band (an intersection-union test
-  needs no correction over metrics: Berger 1982), the 95 % interval is no wider than the band on either side, and no request failed.
+  needs no correction over metrics: Berger 1982), the 95 % interval is narrower than the band on either side, and no request failed.
+  Here, and only here, the noise of earlier gates is pooled in: a few blocks can look quiet by luck.
 * Requests of the candidate that fail in two blocks are red; in one block alone they only forbid a pass.
 * Otherwise the gate goes on, and is inconclusive when its budget ends.
 """
@@ -14,13 +15,14 @@ A look at the data can end in a suspicion, a pass, or neither.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from harness.gate.compare import band_of, changes, compare, divergence, failing_blocks, gating, keys_of
 from harness.gate.explain import DIVERGENCE, FAILURES, answers_of, causes_of, reasons_of
 from harness.gate.metrics import metric_of
-from harness.gate.statistics import Mean, holm, level, mean_of
+from harness.gate.statistics import Mean, Noise, holm, level, mean_of
 from harness.gate.types import Block, Comparison, Outcome, Progress, Rules, Verdict
 
 LOOKS = (0.2, 0.35, 0.5, 0.65, 1.0)
@@ -28,6 +30,10 @@ LOOKS = (0.2, 0.35, 0.5, 0.65, 1.0)
 
 LAST_SUSPICION = 0.65
 """Fraction of the budget by which all error for suspicions is spent: the rest is what a confirmation takes."""
+
+
+WIDEST = 0.8
+"""Share of the band that a 95 % interval may reach to either side in a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +56,17 @@ def confirming(blocks: int, progress: Progress, rules: Rules) -> bool:
     return at is not None and not progress.cleared and blocks < at + confirmation_blocks(at, rules)
 
 
-def decide(blocks: Sequence[Block], progress: Progress, fraction: float, rules: Rules) -> Step:
+def decide(
+    blocks: Sequence[Block],
+    progress: Progress,
+    fraction: float,
+    rules: Rules,
+    known: Mapping[str, Noise] = MappingProxyType({}),
+) -> Step:
     """Look at all blocks so far, with `fraction` of the budget used (1.0: this is the last look).
 
-    Returns the verdict as it stands; pass the returned progress to the next look.
+    `known`: the noise of a block's change in earlier gates, by metric. Returns the verdict as it stands; pass the returned progress to
+    the next look.
     """
     if failing_blocks(blocks) >= 2:
         return Step(_verdict("regression", blocks, rules, confirmed=[FAILURES]), progress, True)
@@ -67,7 +80,7 @@ def decide(blocks: Sequence[Block], progress: Progress, fraction: float, rules: 
     elif suspects := _suspects(blocks, progress, fraction, rules):
         progress = Progress(fraction, suspects, len(blocks))
         return Step(_verdict("inconclusive", blocks, rules, progress), progress, False)
-    equal = _shown_equal(blocks, progress.fraction, fraction, rules)
+    equal = _shown_equal(blocks, progress.fraction, fraction, rules, known)
     outcome: Outcome = "pass" if equal and not failing_blocks(blocks) else "inconclusive"
     progress = replace(progress, fraction=max(fraction, progress.fraction))
     return Step(_verdict(outcome, blocks, rules, progress), progress, equal)
@@ -104,18 +117,19 @@ def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rul
     return again and _beyond_band(name, blocks, rules)
 
 
-def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules) -> bool:
+def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules, known: Mapping[str, Noise]) -> bool:
     required = [key for key in keys_of(blocks) if metric_of(key).required]
     if len(blocks) < min(rules.min_blocks_to_pass, rules.max_blocks) or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
-    return all(_equal(mean_of(changes(key, blocks)), band_of(key, rules), alpha) for key in required)
+    means = {key: mean_of(changes(key, blocks)).steadied(known.get(key)) for key in required}
+    return all(_equal(mean, band_of(key, rules), alpha) for key, mean in means.items())
 
 
 def _equal(mean: Mean, band: float, alpha: float) -> bool:
-    """The bound lies inside the band, and the interval is no wider than the band: a noisy sample rarely passes by luck."""
+    """The bound lies inside the band, and the interval is narrower than it: a noisy sample rarely passes by luck."""
     interval = mean.interval()
-    return interval is not None and (interval[1] - interval[0]) / 2 <= band and mean.p_below(band) <= alpha
+    return interval is not None and (interval[1] - interval[0]) / 2 <= WIDEST * band and mean.p_below(band) <= alpha
 
 
 def _verdict(

@@ -13,6 +13,7 @@ from backends.types import BackendError, ConfigError
 from harness.environment import environment
 from harness.gate.explain import CAUSE_WORDS
 from harness.gate.live import CandidateDown, LiveSource, Servers, runs_both_at_once
+from harness.gate.noise import expectation, keep_noise, noise_file, read_noise
 from harness.gate.outputs import Report, github_annotations, markdown, write_outputs
 from harness.gate.session import GateRun, Source, run_session
 from harness.gate.sides import Side, check_side, parse_side
@@ -109,7 +110,7 @@ def run_gate(settings: GateSettings) -> int:
     with Servers(Path(settings.out) / "servers", both_at_once=runs_both_at_once(first, candidate)) as servers:
         live = LiveSource(first, candidate, workload, servers, limits.budget_s)
         warnings = _unrestarted(first, candidate)
-        return _finish(settings, settings.rules, live, first.to_dict(), candidate, warnings)
+        return _finish(settings, settings.rules, workload, live, first.to_dict(), candidate, warnings)
 
 
 def _record(settings: GateSettings, workload: Workload, side: Side) -> int:
@@ -134,22 +135,28 @@ def _against_stored(settings: GateSettings, workload: Workload, path: Path, cand
     warnings = ("compared with a stored baseline: a machine that became slower since then looks like a regression",)
     with Servers(Path(settings.out) / "servers", both_at_once=True) as servers:
         live = LiveSource(candidate, candidate, workload, servers, settings.limits.budget_s)
-        return _finish(settings, rules, StoredSource(stored, live), side, candidate, warnings)
+        return _finish(settings, rules, workload, StoredSource(stored, live), side, candidate, warnings)
 
 
 def _finish(
     settings: GateSettings,
     rules: Rules,
+    workload: Workload,
     source: Source,
     baseline: Mapping[str, object],
     candidate: Side,
     warnings: tuple[str, ...],
 ) -> int:
     budget_s = settings.limits.budget_s
+    file = noise_file(environment()["fingerprint"], baseline, workload.to_dict())
+    known = read_noise(file)
+    if line := expectation(known, rules):
+        print(f"gate: {line}", file=sys.stderr, flush=True)
     try:
-        run = run_session(source, rules, budget_s, _say)
+        run = run_session(source, rules, budget_s, _say, known)
     except CandidateDown as error:
         run = GateRun(_down(str(error)), (), source.elapsed_s(), "decided")
+    keep_noise(file, known, run.blocks)
     report = Report(run, rules, baseline, candidate.to_dict(), environment(), _now(), budget_s, warnings)
     out = Path(settings.out)
     write_outputs(report, out)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from harness.gate.decide import LOOKS, confirming, decide
+from harness.gate.statistics import Noise
 from harness.gate.types import Block, Progress, Rules, Verdict
 
 
@@ -39,11 +41,16 @@ class GateRun:
 
 
 def run_session(
-    source: Source, rules: Rules, budget_s: float, note: Callable[[int, Verdict], None] = lambda _number, _verdict: None
+    source: Source,
+    rules: Rules,
+    budget_s: float,
+    note: Callable[[int, Verdict], None] = lambda _number, _verdict: None,
+    known: Mapping[str, Noise] = MappingProxyType({}),
 ) -> GateRun:
     """Draw blocks until the gate is decided, or until no further block fits into the budget.
 
-    A block is begun only where the longest one so far would still fit. `note` hears how things stand after each look.
+    A block is begun only where the longest one so far would still fit. `note` hears how things stand after each look. `known`
+    is the noise of earlier gates, by metric.
     """
     blocks: list[Block] = []
     progress = Progress()
@@ -62,7 +69,7 @@ def run_session(
         last = out_of_time or len(blocks) >= rules.max_blocks
         if not last and not _look_due(used, len(blocks), progress, rules):
             continue
-        step = decide(blocks, progress, 1.0 if last else used, rules)
+        step = decide(blocks, progress, 1.0 if last else used, rules, known)
         progress = step.progress
         note(len(blocks), step.verdict)
         if step.decided or last:

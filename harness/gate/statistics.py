@@ -13,43 +13,72 @@ TINY = 1e-9
 """Standard error of a difference that never varied (greedy tau): equal is equal, and any change is certain."""
 
 
+LOUDER_P = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Variance of one difference, and the degrees of freedom it is known with."""
+
+    variance: float
+    freedom: int
+
+    def joined(self, mean: Mean) -> Noise:
+        """With the variance of `mean` pooled in."""
+        if mean.sd is None:
+            return self
+        freedom = self.freedom + mean.freedom
+        return Noise((self.variance * self.freedom + mean.sd**2 * mean.freedom) / freedom, freedom)
+
+
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of independent differences, with its standard error. `se` is None for fewer than two."""
+    """Mean of `n` independent differences. `sd`: of one of them, None for fewer than two; `freedom`: its degrees of freedom."""
 
     value: float
-    se: float | None
+    sd: float | None
     n: int
+    freedom: int
 
     @property
-    def sd(self) -> float | None:
-        return None if self.se is None else self.se * math.sqrt(self.n)
+    def se(self) -> float | None:
+        return None if self.sd is None else self.sd / math.sqrt(self.n)
+
+    def steadied(self, known: Noise | None) -> Mean:
+        """With what is known of the noise pooled in, unless these differences vary significantly more (F test at 5 %)."""
+        if known is None or self.sd is None:
+            return self
+        own, variance = self.freedom, self.sd**2
+        if stats.f.sf(variance / max(known.variance, TINY**2), own, known.freedom) <= LOUDER_P:
+            return self
+        both = known.joined(self)
+        return Mean(self.value, math.sqrt(both.variance), self.n, own + known.freedom)
 
     def p_above(self, limit: float) -> float:
         """One-sided p-value of "the true mean is at most `limit`"; 1 where it cannot be known."""
         if self.se is None:
             return 1.0
-        return float(special.stdtr(self.n - 1, -(self.value - limit) / max(self.se, TINY)))
+        return float(special.stdtr(self.freedom, -(self.value - limit) / max(self.se, TINY)))
 
     def p_below(self, limit: float) -> float:
         """One-sided p-value of "the true mean is at least `limit`"."""
         if self.se is None:
             return 1.0
-        return float(special.stdtr(self.n - 1, (self.value - limit) / max(self.se, TINY)))
+        return float(special.stdtr(self.freedom, (self.value - limit) / max(self.se, TINY)))
 
     def interval(self, confidence: float = 0.95) -> tuple[float, float] | None:
         if self.se is None:
             return None
-        half = float(special.stdtrit(self.n - 1, (1 + confidence) / 2)) * self.se
+        half = float(special.stdtrit(self.freedom, (1 + confidence) / 2)) * self.se
         return self.value - half, self.value + half
 
 
 def mean_of(values: Sequence[float]) -> Mean:
     n = len(values)
     if n < 2:
-        return Mean(float(values[0]) if n else 0.0, None, n)
+        return Mean(float(values[0]) if n else 0.0, None, n, 0)
     array = np.asarray(values, dtype=float)
-    return Mean(float(array.mean()), float(array.std(ddof=1) / math.sqrt(n)), n)
+    return Mean(float(array.mean()), float(array.std(ddof=1)), n, n - 1)
 
 
 def spent(alpha: float, fraction: float) -> float:
