@@ -154,6 +154,14 @@ def tune(
     confirm_requests: Annotated[
         int, typer.Option(help="Requests of a confirmation load (medians need 60).", min=2, rich_help_panel=_SEARCH)
     ] = 80,
+    replays: Annotated[
+        int,
+        typer.Option(
+            help="Replays of the trace's own load, for each finalist and off; from 5 on they give intervals.",
+            min=1,
+            rich_help_panel=_SEARCH,
+        ),
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of sampling, search and sub-sampling.", rich_help_panel=_SEARCH)] = 0,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print server starts, minutes and cost, and stop.", rich_help_panel=_SEARCH)
@@ -211,6 +219,7 @@ def tune(
         seed=seed,
         search_requests=search_requests,
         confirm_requests=confirm_requests,
+        replays=replays,
         max_output_tokens=max_output_tokens,
         format=format,
         window=st.parse_window(window) if window else None,

@@ -1,13 +1,13 @@
 """Do the intervals hold? 1,000 simulated runs of each kind in virtual time, whose truth is known.
 
-python -m benchmarks.coverage [--runs 1000] [coverage|decisions]
+python -m benchmarks.coverage [--runs 1000] [coverage|decisions|equal]
 
 coverage: how often the 95 % intervals that the harness gives cover the truth. Closed loop at 8 requests at a time: requests are drawn
 from a workload, the truth is one run of 60,000 of them. Open loop: one trace of 300 requests at a share of the engine's capacity,
 replayed on servers whose starts differ by 2 % and whose steps by 5 %; the truth is the mean over all replays.
 
 decisions: how often two equal servers are called different, and how often a true 5 % of E2E p50 is found, from interleaved pairs of
-runs, every pair on requests of its own.
+runs, every pair on requests of its own. equal: the first of these alone, for many runs.
 """
 
 from __future__ import annotations
@@ -215,9 +215,12 @@ def decisions(runs: int, noise: float, slow: float, pairs: int, each: int) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("coverage", "decisions"), nargs="?")
+    parser.add_argument("what", choices=("coverage", "decisions", "equal"), nargs="?")
     parser.add_argument("--runs", type=int, default=1000)
     args = parser.parse_args()
+    if args.what == "equal":
+        decisions(args.runs, 0.02, 1.0, pairs=6, each=50)
+        return
     if args.what != "decisions":
         closed_coverage(args.runs, (60, 300))
         for share in (0.3, 0.6, 0.9):

@@ -59,7 +59,7 @@ def measure(replay: Replay, load: Load, *, slo: Mapping[str, float] | None = Non
     """
     done = [r for r in replay.records if r.status == "completed"]
     closed = load.mode == "closed"
-    spec, spec_warnings, spec_invalid = speculation(replay, closed=closed, seed=seed)
+    spec, spec_warnings, spec_invalid = speculation(replay, closed=closed)
     window = replay.window_s[1] - replay.window_s[0]
     throughput = _throughput(done, load, window, seed)
     invalid = replay.invalid or spec_invalid or _sending_problem(replay, load)

@@ -66,7 +66,7 @@ def estimate(space: Space, settings: RunSettings, traces: Mapping[str, Trace], s
     funnel = settings.strategy == "funnel"
     finalists = len({c.backend for c in space.candidates})
     n = len(traces)
-    open_s = sum(_span_s(t, settings, confirm) for t in traces.values())
+    open_s = settings.replays * sum(_span_s(t, settings, confirm) for t in traces.values())
     drafters = len({(group_key(c), draft_key(c)) for c in space.candidates})
     searched = drafters + SEARCHED_AFTER_PROBES * len(space.offs) if funnel else -(-search_cells // len(space.batch_sizes))
     starts = len(space.offs) + min(searched, len(space.candidates)) + 2 * finalists

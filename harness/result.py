@@ -19,6 +19,7 @@ from harness.environment import environment
 from harness.evidence import pair
 from harness.findings import Finalists, Findings
 from harness.provision import capacity
+from harness.replicates import replay_interval
 from harness.space import group_label
 from harness.store import RunStore, Trial
 from harness.types import Decision
@@ -36,7 +37,10 @@ def build_result(
         "schema": 1,
         "workloads": [trace.summary() for trace in traces.values()],
         "environment": environment(),
-        "trials": [{**public_trial(t, findings.quality), "speedup": _trial_speedup(findings, t)} for t in findings.trials],
+        "trials": [
+            {**public_trial(t, findings.quality, replays_of(t, findings.trials)), "speedup": _trial_speedup(findings, t)}
+            for t in findings.trials
+        ],
         "predictions": [],
         "decisions": [decision(findings, trace, finalists).to_dict() for trace in traces.values()],
         "preflight": [],
@@ -99,14 +103,36 @@ def recommended(config: ServingConfig, judgement: Judgement) -> ServingConfig:
     return config if judgement.verdict in ("enable", "enable_below_batch") else config.off()
 
 
-def public_trial(trial: Trial, quality: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A trial as `result.json` shows it: with its quantization's quality, without the key that finds it again."""
+def replays_of(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
+    """The measured replays of this trial's trace on its configuration, at the trace's own load, itself included."""
+    if trial.load.mode != "trace" or not trial.measured:
+        return []
+    return [t for t in trials if t.measured and (t.config, t.load, t.requests) == (trial.config, trial.load, trial.requests)]
+
+
+def public_trial(trial: Trial, quality: Mapping[str, Mapping[str, Any]], replays: Sequence[Trial]) -> dict[str, Any]:
+    """A trial as `result.json` shows it: with its quantization's quality and, in open loop, with intervals over all `replays` of its
+    trace, without the key that finds it again."""
     out = trial.to_dict()
     del out["key"]
     out["requests_indices"] = list(out.pop("requests"))
+    if replays and trial.metrics:
+        out["metrics"] = {**trial.metrics, **_over_replays(trial.metrics, [t.metrics for t in replays if t.metrics])}
     if trial.config.backend == "reference":
         out["quality"] = quality.get(trial.config.weight_quantization, trial.quality)
     return out
+
+
+def _over_replays(own: Mapping[str, Any], replays: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The intervals of an open loop: of the mean over replays, beside this replay's own values."""
+    found: dict[str, Any] = {"throughput_ci95": replay_interval([m["output_tokens_per_s"] for m in replays]).ci95}
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        if all(m[name] for m in replays):
+            found[name] = {
+                **own[name],
+                **{f"{q}_ci95": replay_interval([m[name][q] for m in replays]).ci95 for q in ("p50", "p95")},
+            }
+    return found
 
 
 def search_cost(findings: Findings, store: RunStore, confirm_requests: int) -> dict[str, Any]:

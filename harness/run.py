@@ -27,6 +27,7 @@ from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, 
 from harness.settings import RunSettings
 from harness.space import Space
 from harness.store import RunStore
+from harness.types import Role
 from workloads.select import hold_out, representative
 from workloads.types import Trace
 
@@ -111,14 +112,14 @@ class Run:
             self.lab.refuse(config, load, reason)
 
     def _baseline(self) -> None:
-        """Off first: at every batch size, and once at the trace's own load for the quantization the user runs."""
+        """Off first: at every batch size, and at the trace's own load for the quantization the user runs."""
         self.progress.stage("baseline")
         for off in self.space.offs:
             for name, parts in self.parts.items():
                 for batch in self.space.batch_sizes:
                     self.lab.run(off, closed_load(name, batch), parts.search, "baseline", "baseline")
-                if off in self.findings.primary_offs and self._has_arrivals(name):
-                    self.lab.run(off, open_load(name, self.settings), parts.confirm, "baseline", "baseline")
+                if off in self.findings.primary_offs:
+                    self._replay(off, name, "baseline")
 
     def _search(self) -> None:
         self.progress.stage("search")
@@ -199,12 +200,18 @@ class Run:
                     self._finish_group(self.funnel.finalists()[key])
         return {**self.findings.finalists(list(self.traces)), **self.funnel.finalists()}
 
+    def _replay(self, server: ServingConfig, name: str, role: Role) -> None:
+        """A trace's own load on a server, as often as was asked, where the trace has arrival times."""
+        if self._has_arrivals(name):
+            for number in range(self.settings.replays):
+                stage = f"{role}{number + 1}" if number else role
+                self.lab.run(server, open_load(name, self.settings), self.parts[name].confirm, role, stage)
+
     def _after_confirmation(self, finalists: Sequence[ServingConfig], server: ServingConfig) -> None:
         """What else is measured while a confirmed server runs: the trace's own load, and the audit's answers."""
         if server in finalists:
-            for name, parts in self.parts.items():
-                if self._has_arrivals(name):
-                    self.lab.run(server, open_load(name, self.settings), parts.confirm, "confirm", "confirm")
+            for name in self.parts:
+                self._replay(server, name, "confirm")
             self.probes.on(server)
             self.losslessness.on(server)
         else:
@@ -224,7 +231,7 @@ class Run:
         """Loads of the whole run: of the funnel an estimate, else of a search that visits every cell."""
         space, n = self.space, len(self.traces)
         groups = len(self.findings.primary_offs) if space.candidates else 0
-        arrivals = sum(map(self._has_arrivals, self.traces))
+        arrivals = self.settings.replays * sum(map(self._has_arrivals, self.traces))
         batches = len(space.batch_sizes)
         baseline = len(space.offs) * batches * n + groups * arrivals
         servers = 2  # the finalist and off; of the funnel two finalists

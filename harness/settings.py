@@ -52,6 +52,7 @@ class RunSettings:
     seed: int = 0
     search_requests: int = 24
     confirm_requests: int = 80
+    replays: int = 1  # of the trace's own load, for each finalist and its off
     max_output_tokens: int | None = None
     format: str | None = None
     window: tuple[float, float] | None = None
@@ -128,6 +129,8 @@ class RunSettings:
             raise ConfigError(f"--time-scale: must be above 0, got {self.time_scale}")
         if self.search_requests < 2 or self.confirm_requests < 2:
             raise ConfigError("--search-requests and --confirm-requests: need 2 or more")
+        if self.replays < 1:
+            raise ConfigError("--replays: needs 1 or more")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for YAML: tuples become lists."""

@@ -19,7 +19,7 @@ from harness.types import RequestRecord, Speculation
 DISAGREEMENT = 0.01
 
 
-def speculation(replay: Replay, *, closed: bool, seed: int = 0) -> tuple[Speculation, list[str], str | None]:
+def speculation(replay: Replay, *, closed: bool) -> tuple[Speculation, list[str], str | None]:
     """Acceptance, warnings, and why the counts cannot be believed."""
     counters = replay.counters
     if counters is None:
@@ -33,7 +33,7 @@ def speculation(replay: Replay, *, closed: bool, seed: int = 0) -> tuple[Specula
     tau = emitted / steps if emitted is not None and steps else counters.tau
     spec = Speculation(
         tau=tau,
-        tau_ci95=_interval(replay.records, tau, seed) if closed and tau is not None else None,
+        tau_ci95=_interval(replay.records, tau) if closed and tau is not None else None,
         tau_drafted=counters.tau_drafted,
         tau_counter=counters.tau,
         acceptance_rate=_share(counters.accepted_tokens, counters.draft_tokens),
@@ -89,7 +89,7 @@ def _warnings(spec: Speculation, counters: SpecCounters, emitted: int | None) ->
     return warnings
 
 
-def _interval(records: Sequence[RequestRecord], tau: float, seed: int) -> tuple[float, float] | None:
+def _interval(records: Sequence[RequestRecord], tau: float) -> tuple[float, float] | None:
     """Interval of tau in closed loop: requests drawn again, each with its tokens and its steps as its chunks show them.
 
     A server may put two steps into one chunk, so the chunks' own ratio can be off; its relative spread is what is used.
@@ -102,7 +102,7 @@ def _interval(records: Sequence[RequestRecord], tau: float, seed: int) -> tuple[
     if not rows:
         return None
     tokens, steps = (np.asarray([row[i] for row in rows], dtype=float) for i in (0, 1))
-    found = ratio_estimate(tokens, steps, groups_of([row[2] for row in rows]), seed)
+    found = ratio_estimate(tokens, steps, groups_of([row[2] for row in rows]))
     if found.ci95 is None:
         return None
     return found.ci95[0] * tau / found.value, found.ci95[1] * tau / found.value

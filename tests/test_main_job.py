@@ -47,9 +47,14 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
     tmp_path: Path, trace: Path, tiny_model: Path
 ) -> None:
     out = tmp_path / "run"
-    subprocess.run(command(trace, tiny_model, out), check=True, timeout=240)
+    subprocess.run([*command(trace, tiny_model, out), "--replays", "5"], check=True, timeout=240)
     result = json.loads((out / "result.json").read_text())
     validate(result)
+    replays = [t["metrics"] for t in result["trials"] if t["load"]["mode"] == "trace" and t["config"]["variant"] == "off"]
+    assert len(replays) == 5
+    low, high = replays[0]["e2e_s"]["p50_ci95"]
+    assert low < sum(replay["e2e_s"]["p50"] for replay in replays) / 5 < high
+    assert all(replay["throughput_ci95"] == replays[0]["throughput_ci95"] is not None for replay in replays)
     workload = result["workloads"][0]
     assert workload["read"] == workload["kept"] + sum(workload["dropped"].values()) == 24
     measured = [t for t in result["trials"] if t["state"] == "COMPLETE"]
