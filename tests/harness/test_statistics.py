@@ -105,7 +105,7 @@ def test_intervals_cover_the_truth() -> None:
 def test_an_open_loop_has_an_interval_from_five_replays_on() -> None:
     assert replay_interval([1.0, 2.0, 3.0, 4.0]).ci95 is None
     low, high = replay_interval([1.0, 2.0, 3.0, 4.0, 5.0]).ci95 or (0, 0)
-    assert (low, high) == pytest.approx((3 - 1.9632, 3 + 1.9632), abs=1e-3)  # t(4) = 2.776, sd 1.5811, n 5
+    assert (low, high) == pytest.approx((3 - 2.1202, 3 + 2.1202), abs=1e-3)  # t(4) at 0.98 = 2.9985, sd 1.5811, n 5
 
 
 def test_equal_runs_differ_in_five_percent_and_a_five_percent_change_is_found() -> None:
