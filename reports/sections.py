@@ -87,6 +87,23 @@ def _environment(run: RunData) -> Mapping[str, Any]:
     return {"environment": run.result["environment"], "engines": engines}
 
 
+def _settings(run: RunData) -> Mapping[str, Any] | None:
+    """What the servers of each engine said they run with: settings that are the same on all, and a row for each server of the rest."""
+    engines: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for trial in run.trials:
+        resolved = (trial["engine"] or {}).get("resolved")
+        if resolved:
+            engines.setdefault(trial["config"]["backend"], {}).setdefault(config_label(trial["config"]), resolved)
+    shown = []
+    for backend, servers in engines.items():
+        names = dict.fromkeys(name for resolved in servers.values() for name in resolved)
+        values = {name: [resolved.get(name) for resolved in servers.values()] for name in names}
+        same = {name: found[0] for name, found in values.items() if all(value == found[0] for value in found)}
+        rest = [{"server": label} | {n: r.get(n) for n in names if n not in same} for label, r in servers.items()]
+        shown.append((backend, same, rest if len(same) < len(names) else []))
+    return {"engines": shown} if shown else None
+
+
 def _capacity(run: RunData) -> Mapping[str, Any] | None:
     entries = [
         {"value": entry, "chart": charts.replicas(entry, number)} for number, entry in enumerate(run.result["capacity"] or [])
@@ -130,6 +147,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("diagnosis", "Diagnosis of low acceptance", _if_present("diagnosis")),
     Section("interference", "Interference of prefill with decoding", _if_present("interference")),
     Section("preflight", "Checks before the start", _if_present("preflight")),
+    Section("settings", "Settings in effect", _settings),
     Section("environment", "Environment and versions", _environment),
     Section("cost", "What the search cost", _cost),
     Section("predictions", "Predictions", _predictions),

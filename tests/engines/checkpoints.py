@@ -65,11 +65,11 @@ def ones(*names: str) -> Tensors:
     return {name: np.ones(HIDDEN, np.float32) for name in names}
 
 
-def target(folder: Path, tokenizer_from: Path) -> Path:
-    """A Llama of 3 layers, with the tokenizer of `tokenizer_from`."""
+def target(folder: Path, tokenizer_from: Path, *, embedding: float = 3.0) -> Path:
+    """A Llama of 3 layers, with the tokenizer of `tokenizer_from`. The larger its embeddings, the more the last token decides."""
     weights = Weights(0)
     tensors = {
-        "model.embed_tokens.weight": weights.matrix(VOCAB, HIDDEN, 3.0),
+        "model.embed_tokens.weight": weights.matrix(VOCAB, HIDDEN, embedding),
         "lm_head.weight": weights.matrix(VOCAB, HIDDEN, 3.0),
     }
     for layer in range(LAYERS):
@@ -129,6 +129,20 @@ def eagle3(folder: Path, *, parallel: bool = False) -> Path:
         tensors["mask_hidden"] = weights.matrix(1, 3 * HIDDEN)
         config["ptd_token_id"] = 0
     return _save(folder, config, tensors)
+
+
+def eagle(folder: Path) -> Path:
+    """EAGLE-1/2: `fc` over embedding and hidden state, one layer; the output matrix is the target's.
+
+    Here `fc` keeps the embedding and the layer adds little, so it says what a target of large embeddings often says too.
+    """
+    weights = Weights(3)
+    tensors = weights.layer("layers.0") | {"fc.weight": np.eye(HIDDEN, 2 * HIDDEN, dtype=np.float32)}
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"layers.0.{name}.weight"] *= 0.1
+    del tensors["layers.0.input_layernorm.weight"]  # the first layer of such a head has none
+    config = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1}
+    return _save(folder, {**config, "tie_word_embeddings": False}, tensors)
 
 
 def medusa(folder: Path, lm_head: np.ndarray, heads: int = 3) -> Path:

@@ -10,10 +10,11 @@ ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).with_name("sglang_cpu")),  # the kernel stand-in
     "HF_HUB_OFFLINE": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling two small functions takes longer than all the tokens of a test
 }
 CPU_BASE_ARGS = (
     "--device", "cpu", "--mem-fraction-static", "0.6", "--max-total-tokens", "8192", "--context-length", "2048",
-    "--decode-log-interval", "4",
+    "--decode-log-interval", "4", "--skip-server-warmup",
 )  # fmt: skip
 
 

@@ -302,6 +302,19 @@ def test_several_runs_are_shown_side_by_side_with_what_sets_them_apart(tmp_path:
     assert "<script" not in html
 
 
+def test_settings_read_back_are_told_once_where_equal_and_for_each_server_where_not(tmp_path: Path) -> None:
+    def read_back(result: dict[str, Any]) -> None:
+        for trial in result["trials"]:
+            off = trial["config"]["variant"] == "off"
+            trial["engine"]["resolved"] = {"page_size": 16, "cuda_graph_max_batch": 64 if off else 48}
+
+    small = RunSpec(requests=12, k=(1,), batch_sizes=(1,), extras=False)
+    text = rendered_with(tmp_path, read_back, small).text
+    assert (
+        "reference Server Cuda graph max batch off 64 n-gram, K = 1 48 draft model, K = 1 48 Page size 16 Environment" in text
+    )
+
+
 def test_interference_says_who_waits_for_whom(rendered: dict[str, Path]) -> None:
     text = page_of(rendered["plain"]).text
     assert "reference : draft model, K = 1 on 30.0 – 31.0 33.0 1,200 0.0 % 2,000 1,150 prefill first" in text
