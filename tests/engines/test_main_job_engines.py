@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_server import CPU_BASE_ARGS, ENVIRONMENT, sglang_python
 from vllm_server import ENV, ROOT, python
 
 from backends.reference.demo_model import demo_model_dir
@@ -63,3 +64,28 @@ def test_vllm_and_the_reference_engine_in_one_run_and_one_report(tmp_path: Path)
     (decision,) = result["decisions"]
     assert {row["config"]["backend"] for row in decision["by_engine"] if row["config"]} <= {"reference", "vllm"}
     assert len(decision["by_engine"]) == 2
+
+
+def test_sglang_from_the_trace_to_a_report_that_shows_what_it_resolved(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = tune(
+        out,
+        *("--backend", "sglang", "--engine", f"sglang={sglang_python()}", "--model", str(demo_model_dir())),
+        *("--variants", "off,ngram", "--k", "3", "--batch-sizes", "1,2", "--max-num-seqs", "8"),
+        *("--base-args", f"sglang={' '.join(CPU_BASE_ARGS)} --dtype float32"),
+        env=ENVIRONMENT,
+    )
+    assert not [trial["reason"] for trial in result["trials"] if trial["state"] == "FAIL"]
+    measured = [trial for trial in result["trials"] if trial["state"] == "COMPLETE"]
+    assert {trial["config"]["variant"] for trial in measured} == {"off", "ngram"}
+    for trial in measured:
+        ngram, speculation, resolved = trial["config"]["variant"] == "ngram", trial["speculation"], trial["engine"]["resolved"]
+        assert resolved["speculative_algorithm"] == ("NGRAM" if ngram else None)
+        assert (resolved["max_num_seqs"], resolved["dtype"], resolved["device"]) == (8, "float32", "cpu")
+        assert speculation["tau_counter"] == pytest.approx(speculation["tau"], rel=0.05)
+        assert 1.0 < speculation["tau"] <= 4.0 if ngram else speculation["tau"] == 1.0
+    assert {entry["verdict"] for entry in result["losslessness"]} == {"identical"}
+    html = (out / "report.html").read_text()
+    assert "Settings in effect" in html
+    assert "NGRAM" in html
+    assert result["decisions"][0]["verdict"] in ("enable", "skip", "no_clear_winner", "enable_below_batch", "not_measurable")

@@ -9,8 +9,7 @@ demo model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,25 +18,19 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import eagle, target
-from sglang_server import CPU_BASE_ARGS, ENVIRONMENT, sglang_python
+from sglang_server import ask, counters, running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backends import sglang
-from backends.counters import parse_metrics
-from backends.http_client import call
-from backends.process import Server, free_port
 from backends.reference.demo_heads import demo_head_dir
 from backends.reference.demo_model import demo_model_dir
 from backends.reference.engine import Engine
 from backends.reference.options import EngineOptions
 from backends.serving import GenerationRequest
-from backends.sglang_server_info import request_counts
-from backends.types import Endpoint, ServingConfig, SpecCounters
 from harness import losslessness
 from harness.answers import Output, ask_all
 from workloads.types import Request
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]  # two server starts on a busy machine
 
 PROMPTS = ("one two three one two three one two", "Paris is the capital of", "def f(n):\n    return")
 TOKENS = 24
@@ -53,38 +46,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "demo": demo_model_dir(),
         "demo eagle3": demo_head_dir("eagle3"),
     }
-
-
-@dataclass(frozen=True)
-class Answer:
-    ids: tuple[int, ...]
-    counts: SpecCounters
-    verify_steps: int | None
-
-
-@contextmanager
-def running(model: Path, folder: Path, env: dict[str, str] | None = None, **changes: Any) -> Iterator[Endpoint]:
-    extra = {"dtype": "float32", "random_seed": 0, "env": {**ENVIRONMENT, **(env or {})}}
-    fields = {"backend": "sglang", "model": str(model), "max_num_seqs": 4, "extra": extra}
-    settings, port = ServingConfig(**{**fields, **changes}), free_port()
-    launch = sglang.launch(settings, port=port, command=(sglang_python(),), base_args=CPU_BASE_ARGS)
-    with Server.start(launch, port=port, folder=folder, backend="sglang") as server:
-        yield sglang.read_back(server.endpoint, settings, server.log())
-
-
-def ask(endpoint: Endpoint, prompt: str) -> Answer:
-    body = {"text": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}}
-    reply = call(f"{endpoint.base_url}/generate", body, timeout_s=300)
-    assert reply is not None
-    assert reply.status == 200, reply.body
-    answer = reply.json()
-    return Answer(tuple(answer["output_ids"]), request_counts(answer["meta_info"]), answer["meta_info"].get("spec_verify_ct"))
-
-
-def counters(endpoint: Endpoint) -> SpecCounters:
-    page = call(f"{endpoint.base_url}/metrics")
-    assert page is not None
-    return parse_metrics("sglang", page.body)[0]
 
 
 @dataclass(frozen=True)
@@ -104,7 +65,7 @@ def off(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ca
             assert endpoint.warnings == ()
             assert endpoint.version == "0.5.23"
             assert endpoint.kv_cache_tokens == 8192
-            ids = [ask(endpoint, prompt).ids for prompt in PROMPTS]
+            ids = [ask(endpoint, prompt, TOKENS).ids for prompt in PROMPTS]
             if name == "demo":
                 return Off(ids, {}, {})
             return Off(ids, ask_all(endpoint, REQUESTS, at_once=4, gaps=True), ask_all(endpoint, REQUESTS, at_once=1))
@@ -179,7 +140,7 @@ def test_a_variant_runs_is_lossless_and_its_tau_is_the_steps_counted_by_hand(
     with running(models[name], tmp_path, **fields) as endpoint:
         assert endpoint.warnings == ()
         before = counters(endpoint)
-        answers = [ask(endpoint, prompt) for prompt in PROMPTS]
+        answers = [ask(endpoint, prompt, TOKENS) for prompt in PROMPTS]
         window = counters(endpoint) - before
     steps = [answer.verify_steps or 0 for answer in answers]
     by_hand = sum(len(answer.ids) - 1 for answer in answers) / sum(steps)
