@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "optuna", "numpy", "scipy", "uvicorn", "vllm", "sglang")
+_PACKAGES = ("torch", "transformers", "tokenizers", "optuna", "numpy", "scipy", "triton", "uvicorn", "vllm", "sglang")
 
 
 def environment() -> dict[str, Any]:

@@ -97,17 +97,15 @@ def aux_layers(raw: Raw, num_layers: int, notes: list[str], outputs: bool | None
         raw.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids") or nested.get("layer_ids")
     )
     default = (2, num_layers // 2, num_layers - 3)
-    if not given:
-        return default
-    ids = tuple(int(i) for i in given)
-    if outputs is None:
+    ids = tuple(int(i) for i in given or default)
+    if given and outputs is None:
         outputs = "speculators_model_type" not in raw and ids == tuple(i - 1 for i in default)
         if ids not in (default, tuple(i - 1 for i in default)) and "speculators_model_type" not in raw:
             notes.append(
                 f"auxiliary layers {list(ids)} are read as vLLM reads them (blocks before the stream); if acceptance is near zero, "
                 "they were meant as SGLang's block outputs"
             )
-    if outputs:
+    if given and outputs:
         notes.append(
             f"auxiliary layers {list(ids)} are block outputs: the streams after {[i + 1 for i in ids]} blocks are used"
         )

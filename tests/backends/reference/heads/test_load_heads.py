@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backends.reference.heads.block import causal
 from backends.reference.heads.files import TargetWeights, read_target
-from backends.reference.heads.load import LoadedHead, load_head
+from backends.reference.heads.load import LoadedHead, aux_layers, load_head
 from backends.types import ConfigError
 from tests.backends.reference.heads import published as p
 from tests.backends.reference.tiny_models import VOCAB
@@ -302,3 +302,11 @@ def test_rows_whose_output_is_not_needed_give_the_same_keys(tmp_path: Path, targ
     k, v = head.keys_values(e, g, one(POSITIONS))
     close(k, seen[0][0])
     close(v, seen[0][1])
+
+
+def test_a_target_too_shallow_for_three_different_streams_is_refused() -> None:
+    notes: list[str] = []
+    assert aux_layers({}, 8, notes) == (2, 4, 5)
+    with pytest.raises(ConfigError, match=r"\[2, 2, 2\] do not fit a target of 5 blocks"):
+        aux_layers({}, 5, notes)
+    assert not notes
