@@ -1,7 +1,7 @@
 """How much one replica serves within the SLO, how many a trace needs, and what that costs. Pure functions.
 
-Rates are those of closed loops: with `n` requests in flight a replica completes so many a second, and each took so long. An open
-loop at the same mean rate also queues by chance, so its tail is worse: a rate that was just passed here needs headroom there.
+A closed loop with `n` requests in flight completes so many a second, and each took so long. An open loop at the same mean rate also
+queues by chance, so its tail is worse: closed loops predict the ceiling, and open-loop replays at rates around it bracket it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ TIME_SCALES = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Arrival times are multiplied by these: 0.5 is twice the trace's load."""
 
 MINUTE_S = 60.0
+
+REPLAYS = 4
+"""Open-loop replays of one server at most: each takes as long as the requests take to arrive."""
+STEP, CLOSE = 1.5, 1.15
+"""Rates are tried this factor apart until one passes and one fails; then the gap is halved until it is this small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,13 @@ class Ceiling:
     failing_concurrency: int | None
     limited_by: str | None  # the limit that fails first
     between_rps: float | None  # rate at which that limit is reached, interpolated between the two; None without both
+
+    @property
+    def predicted_rps(self) -> float | None:
+        """Where an open loop is first tried: a prediction, since closed loops have no queue."""
+        if self.between_rps or self.passing_rps:
+            return self.between_rps or self.passing_rps
+        return self.failing_rps / STEP if self.failing_rps else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,6 +91,42 @@ def _rate_at(low: Point, high: Point, name: str, limit_s: float) -> float | None
         return None
     share = (limit_s - a) / (b - a)
     return low.requests_per_s + share * (high.requests_per_s - low.requests_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """One replay of the trace's arrivals, sped up or slowed down to this mean rate."""
+
+    requests_per_s: float
+    broken: tuple[str, ...]  # limits that it did not meet
+    trial: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bracket(replays: Sequence[OpenLoop]) -> tuple[OpenLoop | None, OpenLoop | None]:
+    """The slowest replay that failed and the fastest that passed below it; a pass above a failure is chance and does not count."""
+    failing = min((r for r in replays if r.broken), key=lambda r: r.requests_per_s, default=None)
+    below = [r for r in replays if not r.broken and (failing is None or r.requests_per_s < failing.requests_per_s)]
+    return max(below, key=lambda r: r.requests_per_s, default=None), failing
+
+
+def next_rate(replays: Sequence[OpenLoop], predicted_rps: float) -> float | None:
+    """The rate to try next; None where one that passed and one that failed are close enough."""
+    passing, failing = bracket(replays)
+    if passing is None or failing is None:
+        known = passing or failing
+        if known is None:
+            return predicted_rps
+        step = STEP if failing is None else 1 / STEP
+        beyond = math.log(predicted_rps / known.requests_per_s) / math.log(step)  # in steps towards what is still missing
+        return predicted_rps if beyond > 0.1 else known.requests_per_s * step
+    low, high = passing.requests_per_s, failing.requests_per_s
+    if high <= low * CLOSE:
+        return None
+    middle = math.sqrt(low * high)  # of a wide gap only the end where the ceiling is expected is looked at
+    return max(middle, high / STEP) if predicted_rps >= middle else min(middle, low * STEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from harness.decide import BatchEvidence, Evidence, Ratio
 from harness.replicates import MIN_PAIRS, replayed_speedup, speedup_of_runs, throughput_of_runs
 from harness.space import group_key
 from harness.store import Trial
+from harness.types import CAPACITY_STAGE
 
 RecordsOf = Callable[[Trial], pa.Table]
 
@@ -159,7 +160,10 @@ def open_loop(
         return [
             records_of(t)
             for t in trials
-            if t.measured and t.config == config and t.load.mode == "trace" and t.load.trace == trace
+            if t.measured
+            and t.config == config
+            and (t.load.mode, t.load.trace) == ("trace", trace)
+            and t.stage != CAPACITY_STAGE
         ]
 
     offs, ons = replays(off), replays(on)

@@ -289,7 +289,9 @@ def _engine(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _load_label(load: Load) -> str:
-    return "trace's own arrivals" if load.mode == "trace" else f"{load.concurrency} at a time"
+    if load.mode == "closed":
+        return f"{load.concurrency} at a time"
+    return "trace's own arrivals" if load.time_scale in (None, 1.0) else f"trace's arrivals, times x {load.time_scale:.3g}"
 
 
 def _summary(trial: Trial) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from harness.capacity import REPLAYS
 from harness.funnel.acceptance import draft_key
 from harness.settings import RunSettings
 from harness.space import Space, group_key
@@ -29,6 +30,7 @@ class Plan:
     search_loads: int
     baseline_loads: int
     confirm_loads: int
+    capacity_loads: int
     server_starts: int
     measured_s: float
     full_grid_s: float
@@ -39,6 +41,8 @@ class Plan:
             f"{self.baseline_loads} baseline loads, up to {self.search_loads} search loads, {self.confirm_loads} confirmation loads",
             f"about {self.measured_s / 60:.0f} min (estimate from assumed speeds, not a measurement)",
         ]
+        if self.capacity_loads:
+            lines[1] += f", up to {self.capacity_loads} replays for the capacity within the limits"
         if gpu_hourly_usd is not None and gpus:
             lines.append(f"about {gpu_hourly_usd * gpus * self.measured_s / 3600:.2f} USD for {gpus} GPUs")
         return lines
@@ -69,19 +73,21 @@ def estimate(space: Space, settings: RunSettings, traces: Mapping[str, Trace], s
     open_s = settings.replays * sum(_span_s(t, settings, confirm) for t in traces.values())
     drafters = len({(group_key(c), draft_key(c)) for c in space.candidates})
     searched = drafters + SEARCHED_AFTER_PROBES * len(space.offs) if funnel else -(-search_cells // len(space.batch_sizes))
-    starts = len(space.offs) + min(searched, len(space.candidates)) + 2 * finalists
+    starts = len(space.offs) + min(searched, len(space.candidates)) + (3 if settings.slo else 2) * finalists
     startup_s = max((ASSUMED_STARTUP_S[c.backend] for c in space.offs), default=0.0)
     baseline_loads = len(space.offs) * len(space.batch_sizes) * n + finalists * n
     confirm_loads = finalists * n * (2 * len(space.batch_sizes) + 2)
+    replays = 2 * REPLAYS * finalists * sum(t.known("arrival_s") == len(t) for t in traces.values()) if settings.slo else 0
     measured_s = (
         starts * startup_s
         + len(space.offs) * search * sweep_s * n
         + search_cells * search * sweep_s / len(space.batch_sizes) * n
         + finalists * (2 * confirm + search) * sweep_s * n
         + 2 * finalists * open_s
+        + replays * confirm * min(per_batch.values())
     )
     grid_s = len(space.servers) * (startup_s + confirm * sweep_s * n)
-    return Plan(len(space.servers), search_cells * n, baseline_loads, confirm_loads, starts, measured_s, grid_s)
+    return Plan(len(space.servers), search_cells * n, baseline_loads, confirm_loads, replays, starts, measured_s, grid_s)
 
 
 def _output_tokens(settings: RunSettings, traces: Mapping[str, Trace]) -> float:

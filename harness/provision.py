@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from backends.types import ServingConfig
-from harness.capacity import Point, ceiling, demand, fleet, is_saturated, usd_per_million_tokens
+from harness.capacity import OpenLoop, Point, bracket, ceiling, demand, fleet, is_saturated, usd_per_million_tokens
 from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.store import Trial
 from workloads.types import Trace
@@ -31,12 +31,23 @@ def _entry(findings: Findings, trace: Trace, config: ServingConfig) -> dict[str,
     for side, server in (("off", config.off()), ("on", config)):
         points = points_of(findings, trace.name, server)
         found = ceiling(points, settings.slo)
-        rows = fleet(needed, found.passing_rps, usd_per_replica_hour=per_replica) if needed else []
+        replays = open_loops(findings, trace, server)
+        passing, failing = bracket(replays)
+        sized_by = "open loop" if passing else "closed loop"
+        rps = passing.requests_per_s if passing else found.passing_rps
+        rows = fleet(needed, rps, usd_per_replica_hour=per_replica) if needed else []
         sides.append(
             {
                 "side": side,
                 "config": server.to_dict(),
                 **found.to_dict(),
+                "predicted_rps": found.predicted_rps if settings.slo else None,
+                "open_loop": {
+                    "passing": passing.to_dict() if passing else None,
+                    "failing": failing.to_dict() if failing else None,
+                    "replays": [replay.to_dict() for replay in replays],
+                },
+                "sized_by": sized_by,
                 "saturated": is_saturated(points),
                 "usd_per_million_output_tokens": usd_per_million_tokens(found.passing_tokens_per_s, per_replica),
                 "own_load": _own_load(findings, trace.name, server),
@@ -72,16 +83,33 @@ def points_of(findings: Findings, trace: str, config: ServingConfig) -> list[Poi
     return points
 
 
+def open_loops(findings: Findings, trace: Trace, config: ServingConfig) -> list[OpenLoop]:
+    """Every replay of the trace's arrivals on one server, at its own rate and at others; empty without limits."""
+    found = []
+    for trial in findings.trials if findings.settings.slo else ():
+        if trial.measured and trial.config == config and (trial.load.trace, trial.load.mode) == (trace.name, "trace"):
+            asked = demand(trace.arrivals_s[list(trial.requests)])
+            if asked:
+                broken = tuple(_broken(trial, findings.settings.slo))
+                found.append(OpenLoop(asked.mean_rps / (trial.load.time_scale or 1.0), broken, trial.number))
+    return found
+
+
 def _own_load(findings: Findings, trace: str, config: ServingConfig) -> dict[str, Any] | None:
     """The trace's own arrivals as they were replayed: a rate that was really sent, and whether it met the limits."""
     load = open_load(trace, findings.settings)
     trial = next((t for stage in ("confirm", "baseline") if (t := findings.find(config, load, stage))), None)
     if trial is None or trial.metrics is None:
         return None
-    latencies = _latencies(trial, findings.settings.slo)
-    point = Point(0, trial.metrics["requests_per_s"] or 0.0, trial.metrics["output_tokens_per_s"] or 0.0, latencies)
-    broken = point.broken(findings.settings.slo)
-    return {"requests_per_s": point.requests_per_s, "meets_slo": not broken, "broken": broken}
+    broken = _broken(trial, findings.settings.slo)
+    return {"requests_per_s": trial.metrics["requests_per_s"] or 0.0, "meets_slo": not broken, "broken": broken}
+
+
+def _broken(trial: Trial, slo: Mapping[str, float]) -> list[str]:
+    """Limits that an open-loop trial did not meet; a request that was not answered meets none."""
+    counts = (trial.metrics or {})["requests"]
+    lost = ["requests not answered"] if slo and counts["completed"] < counts["sent"] else []
+    return Point(0, 0.0, 0.0, _latencies(trial, slo)).broken(slo) + lost
 
 
 def _latencies(trial: Trial, slo: Mapping[str, float]) -> dict[str, float | None]:

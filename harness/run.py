@@ -12,6 +12,8 @@ from typing import Any
 from backends.findings import Finding
 from backends.types import ServingConfig
 from harness.audits import LosslessnessAudit
+from harness.capacity import REPLAYS
+from harness.capacity_replays import bracket_capacity
 from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.funnel.search import MAX_FINALISTS
 from harness.funnel.stage import FunnelStage
@@ -142,6 +144,9 @@ class Run:
         searched = sum(trial.stage == "search" for trial in self.findings.trials)
         return self.settings.max_trials is not None and searched >= self.settings.max_trials * len(self.traces)
 
+    def _out_of_budget(self) -> bool:
+        return self.settings.budget_s is not None and time.monotonic() > self.began + self.settings.budget_s
+
     def _study(self, cells: Sequence[Cell]) -> CellStudy:
         return open_study(
             cells,
@@ -223,6 +228,11 @@ class Run:
         for name, parts in self.parts.items():
             load = closed_load(name, self.space.batch_sizes[-1])
             self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
+        if self.settings.slo:
+            self.progress.stage("capacity")
+            requests = {name: part.confirm for name, part in self.parts.items() if self._has_arrivals(name)}
+            arriving = {name: self.traces[name] for name in requests}
+            bracket_capacity(self.lab, self.findings, config, arriving, requests, self._out_of_budget)
         if "interference" in self.settings.probes:
             self.progress.stage("interference")
             self.interference.run(config)
@@ -238,7 +248,8 @@ class Run:
         cells = len(space.candidates) * batches
         if self.settings.strategy == "funnel":
             servers, cells = 1 + MAX_FINALISTS, funnel_cells(space, self.settings.max_trials)
-        return baseline + cells * n + groups * (n * (servers * batches + 1) + (servers - 1) * arrivals)
+        replays = (servers - 1) + (2 * REPLAYS if self.settings.slo else 0)
+        return baseline + cells * n + groups * (n * (servers * batches + 1) + replays * arrivals)
 
     def _has_arrivals(self, name: str) -> bool:
         return all(request.arrival_s is not None for request in self.traces[name].requests())

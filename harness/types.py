@@ -12,6 +12,9 @@ Status = Literal["completed", "failed", "cancelled", "refused"]
 State = Literal["COMPLETE", "PRUNED", "FAIL", "INFEASIBLE"]
 Role = Literal["baseline", "search", "confirm"]
 
+CAPACITY_STAGE = "capacity"
+"""Stage of the trials that replay the trace at other rates than its own: they say what a server carries, and no speed-up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

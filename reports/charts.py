@@ -138,7 +138,7 @@ def _point(trial: Mapping[str, Any]) -> Point:
 
 def replicas(entry: Mapping[str, Any], number: int) -> Chart | None:
     """Replicas over time scale with off and on; None without arrivals or where nothing passes."""
-    rows = {s["side"]: s["fleet"] for s in entry["sides"] if s["fleet"] and s["passing_rps"]}
+    rows = {s["side"]: s["fleet"] for s in entry["sides"] if s["fleet"] and s["fleet"][0]["replicas_peak"]}
     return figures.replicas(chart_id("replicas", number), rows, where=entry["trace"]) if rows else None
 
 

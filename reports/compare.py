@@ -52,7 +52,7 @@ class Speedup:
 def _baselines(run: RunData) -> dict[tuple[Any, ...], list[Trial]]:
     found: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in run.trials:
-        if measured(trial) and trial["config"]["variant"] == "off":
+        if measured(trial) and trial["config"]["variant"] == "off" and trial.get("stage") != "capacity":
             found.setdefault((server_key(trial["config"]), *load_key(trial["load"])), []).append(trial)
     return found
 

@@ -1,6 +1,8 @@
 """Capacity: every number here can be worked out by hand."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,23 @@ from hypothesis import strategies as st
 
 from backends.simulated.virtual import SimulatedRequest, SimulatedRun, simulate
 from backends.simulated.world import Limits, TargetCost, World
-from harness.capacity import Point, ceiling, demand, fleet, is_saturated, usd_per_million_tokens
+from backends.types import ServingConfig
+from harness.capacity import (
+    REPLAYS,
+    STEP,
+    OpenLoop,
+    Point,
+    bracket,
+    ceiling,
+    demand,
+    fleet,
+    is_saturated,
+    next_rate,
+    usd_per_million_tokens,
+)
+from harness.provision import open_loops
+from harness.store import Trial
+from harness.types import CAPACITY_STAGE, Load
 
 SLO = {"tpot_p95": 0.040, "ttft_p95": 0.5}
 
@@ -129,3 +147,60 @@ def test_replays_below_what_passed_meet_the_limit_and_above_what_failed_break_it
     for rate, passes in ((0.7 * found.passing_rps, True), (1.1 * found.failing_rps, False)):
         arrivals = np.cumsum(rng.exponential(1 / rate, size=600))
         assert (p95(simulate(WORLD, asked(600, arrivals))) <= limit["tpot_p95"]) is passes
+
+
+def replayed(rate: float, *broken: str) -> OpenLoop:
+    return OpenLoop(rate, broken, trial=0)
+
+
+def test_the_bracket_is_the_slowest_failure_and_the_fastest_pass_below_it() -> None:
+    passing, failing = bracket(
+        [replayed(1.0), replayed(4.0), replayed(3.0, "e2e_p95"), replayed(2.0), replayed(5.0, "e2e_p95")]
+    )
+    assert (passing, failing) == (replayed(2.0), replayed(3.0, "e2e_p95"))
+    assert bracket([replayed(1.0)]) == (replayed(1.0), None)
+    assert bracket([]) == (None, None)
+
+
+def test_the_prediction_is_tried_first_then_steps_towards_what_is_missing_then_the_middle() -> None:
+    assert next_rate([], 2.0) == 2.0
+    assert next_rate([replayed(0.3)], 2.0) == 2.0  # the trace's own load passed: the prediction is still ahead
+    assert next_rate([replayed(2.0)], 2.0) == 3.0
+    assert next_rate([replayed(2.0, "e2e_p95")], 2.0) == pytest.approx(2.0 / 1.5)
+    assert next_rate([replayed(2.0), replayed(2.88, "e2e_p95")], 2.0) == pytest.approx(2.4)
+    assert next_rate([replayed(0.1), replayed(2.0, "e2e_p95")], 2.0) == pytest.approx(2.0 / 1.5)  # not 0.45
+    assert next_rate([replayed(2.0), replayed(2.2, "e2e_p95")], 2.0) is None
+
+
+@given(st.floats(0.01, 100), st.floats(-0.6, 0.6), st.floats(0.05, 0.9))
+def test_four_replays_bracket_a_ceiling_that_lies_within_a_factor_of_2_of_the_prediction(
+    truth: float, error: float, own_load: float
+) -> None:
+    replays = [replayed(truth * own_load)]
+    predicted = truth * math.exp(error)
+    for _ in range(REPLAYS):
+        rate = next_rate(replays, predicted)
+        if rate is None:
+            break
+        replays.append(replayed(rate, *(["tpot_p95"] if rate > truth else [])))
+    passing, failing = bracket(replays)
+    assert passing is not None
+    assert failing is not None
+    assert passing.requests_per_s <= truth < failing.requests_per_s
+    assert failing.requests_per_s <= passing.requests_per_s * STEP**2
+    assert len({r.requests_per_s for r in replays}) == len(replays)  # no rate is sent twice
+
+
+def test_a_request_that_was_not_answered_breaks_every_limit() -> None:
+    summary = {"p50": 0.01, "p95": 0.02}
+    counts = {"sent": 40, "completed": 39}
+    trial = Trial(
+        *(3, "COMPLETE", "confirm", ServingConfig("reference", "m"), Load("trace", "t.jsonl", None, 0.5), "key"),
+        *(CAPACITY_STAGE, (0, 1, 2)),
+        metrics={"requests": counts, "tpot_s": summary},
+    )
+    trace = SimpleNamespace(name="t.jsonl", arrivals_s=np.array([0.0, 1.0, 4.0]))
+    findings = SimpleNamespace(settings=SimpleNamespace(slo={"tpot_p95": 0.04}), trials=[trial])
+    assert open_loops(findings, trace, trial.config) == [OpenLoop(1.0, ("requests not answered",), 3)]  # type: ignore[arg-type]
+    findings.trials = [replace(trial, metrics={"requests": {"sent": 40, "completed": 40}, "tpot_s": summary})]
+    assert open_loops(findings, trace, trial.config) == [OpenLoop(1.0, (), 3)]  # type: ignore[arg-type]

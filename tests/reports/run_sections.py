@@ -178,6 +178,13 @@ def capacity(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
             "failing_concurrency": 16,
             "limited_by": "tpot_p95",
             "between_rps": rps * 1.1,
+            "predicted_rps": rps * 1.1,
+            "open_loop": {
+                "passing": {"requests_per_s": rps * 0.97, "broken": [], "trial": 7},
+                "failing": {"requests_per_s": rps * 1.08, "broken": ["tpot_p95"], "trial": 8} if name == "off" else None,
+                "replays": [],
+            },
+            "sized_by": "open loop",
             "saturated": False,
             "usd_per_million_output_tokens": 2.5 / 3600 / (rps * 50) * 1e6,
             "own_load": {"requests_per_s": 1.9, "meets_slo": name == "on", "broken": [] if name == "on" else ["tpot_p95"]},

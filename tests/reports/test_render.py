@@ -267,10 +267,27 @@ def test_losslessness_and_diagnosis_are_told_with_their_figures(rendered: dict[s
 def test_capacity_says_what_passes_what_fails_and_what_it_costs(rendered: dict[str, Path]) -> None:
     text = page_of(rendered["plain"]).text
     assert "Limits: TPOT P95 40.0 ms." in text
-    assert "off 1.50 4 in flight 1.80 16 in flight 1.65 TPOT P95 1.90 requests/s: breaks TPOT P95 9.26" in text
-    assert "on 3.00 4 in flight 3.60 16 in flight 3.30 TPOT P95 1.90 requests/s: within the limits 4.63" in text
+    assert "off 1.65 1.46 trial 7 1.62 trial 8 TPOT P95" in text  # predicted, passed, failed
+    assert "on 3.30 2.91 trial 7 – none: it may serve more" in text
+    assert "off 1.50 4 in flight 1.80 16 in flight TPOT P95 1.90 requests/s: breaks TPOT P95 9.26" in text
+    assert "on 3.00 4 in flight 3.60 16 in flight TPOT P95 1.90 requests/s: within the limits 4.63" in text
+    assert "Replicas are worked out from the trace's minutes and the rate of the replay that passed." in text
     assert "time × p95 minute, off p95 minute, on busiest minute, off" in text
     assert "0.5 2 1 2 1 25.0 % 25.0 % 5.00 2.50" in text
+
+
+def test_a_run_without_replays_at_other_rates_is_still_shown_with_its_closed_loops(tmp_path: Path) -> None:
+    folder = build_run(tmp_path / "old", RunSpec(requests=12, k=(1,), batch_sizes=(1, 16)))
+    path = folder / "result.json"
+    result = json.loads(path.read_text())
+    for side in result["capacity"][0]["sides"]:
+        for name in ("predicted_rps", "open_loop", "sized_by"):
+            del side[name]
+    path.write_text(json.dumps(result))
+    render(folder)
+    text = page_of(folder).text
+    assert "on – – – not replayed" in text
+    assert "leave headroom" in text
 
 
 def test_the_launch_is_there_to_paste_into_a_container_and_with_its_schedule(rendered: dict[str, Path]) -> None:
