@@ -179,6 +179,9 @@ def tune(
     storage: Annotated[
         str | None, typer.Option(help="Optuna storage URL instead of a journal in the run directory.", rich_help_panel=_OUT)
     ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option(help="MLflow tracking URI that gets the finished run (extra 'mlflow').", rich_help_panel=_OUT)
+    ] = None,
 ) -> None:
     if context.invoked_subcommand:
         return
@@ -238,8 +241,12 @@ def tune(
 
     if plan:
         print_plan(settings)
-    else:
-        run_job(settings, _render)
+        return
+    if mlflow:
+        from reports.mlflow_log import open_experiment
+
+        open_experiment(mlflow)  # a wrong URI is told now and not after the run
+    run_job(settings, lambda directory: _render(directory, mlflow))
 
 
 @app.command()
@@ -254,6 +261,7 @@ def report(
     history: Annotated[
         Path | None, typer.Option(help="Folder of gates: draw every gate.json below it as one trend page, history.html.")
     ] = None,
+    mlflow: Annotated[str | None, typer.Option(help="MLflow tracking URI that gets the runs too (extra 'mlflow').")] = None,
 ) -> None:
     """Write report.html and report.md again from finished run directories (of several also one page side by side), or a trend
     page over stored gates."""
@@ -273,6 +281,8 @@ def report(
         raise ConfigError(str(error)) from None
     for folder in folders:
         typer.echo(f"report: {folder / 'report.html'}")
+        if mlflow:
+            _log_to_mlflow(folder, mlflow)
     if len(folders) > 1:
         typer.echo(f"side by side: {out}")
 
@@ -469,10 +479,19 @@ def train_head(
     )
 
 
-def _render(directory: Path) -> None:
+def _render(directory: Path, mlflow: str | None) -> None:
     from reports import render  # brings matplotlib: only when there is a run to draw
 
     render(directory)
+    if mlflow:
+        _log_to_mlflow(directory, mlflow)
+
+
+def _log_to_mlflow(directory: Path, uri: str) -> None:
+    from reports.mlflow_log import log_run
+
+    run_id = log_run(directory, uri)
+    typer.echo(f"mlflow: run {run_id}" if run_id else "mlflow: this result is there already")
 
 
 def _endpoints(items: list[str]) -> dict[str, str]:
