@@ -145,6 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_main_job_shows_one_replay_that_passed_and_one_that_failed(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     validate(result)
@@ -169,6 +170,7 @@ def test_the_main_job_shows_one_replay_that_passed_and_one_that_failed(run: Path
         assert unscaled["headroom"] == pytest.approx(1 - entry["demand"]["peak_minute_rps"] / carried)
 
 
+@pytest.mark.slow
 def test_the_replays_are_a_stage_of_the_cost_and_no_speed_up(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     replays = [trial for trial in result["trials"] if trial["stage"] == CAPACITY_STAGE]

@@ -105,7 +105,7 @@ def result_of(spec: RunSpec) -> BuiltRun:
         "funnel": sections.funnel(spec.traces[0], _first_config(spec)) if spec.extras else [],
         "interference": sections.interference(_first_config(spec)) if spec.extras else None,
         "capacity": sections.capacity(spec.traces[0], _first_config(spec)) if spec.extras else [],
-        "selftest": None,
+        "selftest": sections.selftest() if spec.extras else None,
         "search_cost": {
             "measured_s": sum(t["cost"]["seconds"] for t in trials),
             "server_starts": 9,

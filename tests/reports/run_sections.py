@@ -216,14 +216,30 @@ def interference(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def funnel(trace: str, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tau = [{"k": 1, "value": 1.8, "ci95": None}, {"k": 3, "value": 2.9, "ci95": None}]
+    tau = [{"k": 1, "value": 1.8, "ci95": [1.7, 1.9]}, {"k": 3, "value": 2.9, "ci95": None}]
+    steps = [{"batch_size": b, "step_s": 0.03 + 0.002 * b, "memory_share": 0.9 - 0.01 * b} for b in (1, 16)]
+    best = [{"batch_size": b, "config": config, "speedup": 1.4 - 0.02 * b, "sd": 0.05} for b in (1, 16)]
     return [
         {
             "group": "reference",
-            "step_cost": {"error": 0.04, "loads": 9, "crossover_batch": 6.5, "by_batch": []},
-            "acceptance": [{"trace": trace, "config": config, "tau": tau, "position_rates": [0.8], "gap": None}],
+            "step_cost": {"error": 0.04, "loads": 9, "crossover_batch": 6.5, "by_batch": steps},
+            "acceptance": [
+                {"trace": trace, "config": config, "tau": tau, "position_rates": [0.8], "gap": 0.03},
+                {"trace": HOSTILE, "config": config, "tau": [], "position_rates": [], "gap": None},
+            ],
             "pruned": [{"config": config, "reason": f"predicted slower than off {HOSTILE}"}],
-            "schedule": [],
-            "confirmation": {"rounds": 2, "clear": False, "winner": config, "speedups": []},
-        }
+            "schedule": [{"trace": trace, "by_batch": best, "break_even_batch": {"value": 17.0, "ci95": None}}],
+            "confirmation": {
+                "rounds": 2,
+                "clear": False,
+                "winner": config,
+                "speedups": [{"config": config, "value": 1.2, "ci95": [1.1, 1.3]}],
+            },
+        },
+        {"group": HOSTILE, "step_cost": None, "acceptance": [], "pruned": [], "schedule": [], "confirmation": None},
     ]
+
+
+def selftest() -> list[dict[str, Any]]:
+    check = {"name": "TTFT p50, closed loop", "measured": "20.1 ms", "true": "20.0 ms", "limit": "1 ms", "passed": True}
+    return [check, {**check, "name": f"a stall {HOSTILE}", "limit": None, "passed": False}]

@@ -75,12 +75,26 @@ def test_a_phone_never_scrolls_sideways(rendered: dict[str, Path], show: Any, na
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["plain", "hostile"])
+@pytest.mark.parametrize("name", ["plain", "hostile", "failed"])
 def test_axe_finds_no_serious_fault_and_text_has_contrast(rendered: dict[str, Path], show: Any, name: str, scheme: str) -> None:
     page = show(rendered[name], color_scheme=scheme).page
     found = Axe().run(page).response["violations"]
     serious = [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found if v["impact"] in ("serious", "critical")]
     assert serious == []
+
+
+def test_the_browser_tests_see_every_section_there_is(rendered: dict[str, Path], show: Any) -> None:
+    titles = [show(rendered[name]).page.locator("section.block h2").all_inner_texts() for name in ("plain", "hostile")]
+    assert {title for page in titles for title in page} == {section.title for section in SECTIONS}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_serious_fault_in_what_is_folded_away(rendered: dict[str, Path], show: Any, scheme: str) -> None:
+    page = show(rendered["hostile"], color_scheme=scheme).page
+    page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    assert page.locator("#funnel details[open] li").count() == 1
+    found = Axe().run(page).response["violations"]
+    assert [(v["id"], v["nodes"][0]["html"][:120]) for v in found if v["impact"] in ("serious", "critical")] == []
 
 
 CONTRAST = """(names) => {
@@ -159,8 +173,9 @@ def test_the_data_behind_a_figure_downloads_as_csv(rendered: dict[str, Path], sh
     assert lines[:2] == ["configuration,draft_position,marginal_acceptance", '"n-gram, K = 5",1,0.55']
 
 
-def test_the_print_has_every_section(rendered: dict[str, Path], show: Any) -> None:
-    page = show(rendered["plain"]).page
+@pytest.mark.parametrize("name", ["plain", "hostile"])
+def test_the_print_has_every_section(rendered: dict[str, Path], show: Any, name: str) -> None:
+    page = show(rendered[name]).page
     reader = PdfReader(io.BytesIO(page.pdf(prefer_css_page_size=True)))
     text = " ".join(" ".join(sheet.extract_text() for sheet in reader.pages).split())
     shown = page.locator("section.block h2").all_inner_texts()
