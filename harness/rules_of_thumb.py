@@ -84,7 +84,8 @@ def _memory(d: Deployment) -> tuple[str, str, Side | None]:
         return rule, f"{d.preemptions} preemptions without speculation at the trace's own load", "off"
     if d.peak_kv_share is None:
         return rule, "not known: the engine does not say how much its KV cache holds", None
-    here = f"the trace's busiest moment needs {d.peak_kv_share:.0%} of the KV cache"
+    share = "under 1%" if d.peak_kv_share < 0.01 else f"{d.peak_kv_share:.0%}"
+    here = f"the trace's busiest moment needs {share} of the KV cache"
     return rule, here, "off" if d.peak_kv_share > FULL_CACHE else "on"
 
 

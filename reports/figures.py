@@ -84,7 +84,9 @@ def speedup_by_batch(chart_id: str, lines: Sequence[Line], break_even: Mapping[s
             for x, y, ci in zip(lead.x, lead.y, lead.ci95 or [None] * len(lead.x), strict=True):
                 if ci:
                     ax.plot([x, x], ci, color=SERIES[0], linewidth=1.4)
-                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", xytext=(0, 8), ha="center", fontsize=9.5)
+                last = x == lead.x[-1] and len(lead.x) > 1  # beside the interval's line, and within the axes
+                aside: dict[str, Any] = {"xytext": (-5 if last else 5, 5), "ha": "right" if last else "left"}
+                ax.annotate(f"{y:.2f}×", (x, y), textcoords="offset points", fontsize=9.5, **aside)
         if at:
             ax.axvline(at, color=SERIES[1], linewidth=1.2, linestyle=":", label=f"break-even, about {at:.0f}")
         ax.set_xscale("log", base=2)
@@ -210,9 +212,13 @@ def latency_throughput(chart_id: str, points: Sequence[Point], *, where: str) ->
             mine = [p for p in points if p.family == family]
             colour = MUTED if family == "off" else SERIES[(i - ("off" in families)) % len(SERIES)]
             x, y = [p.tokens_per_s for p in mine], [p.latency_s * 1e3 for p in mine]
-            ax.plot(
-                x, y, marker=MARKERS[i % len(MARKERS)], linestyle="none", color=colour, markeredgecolor=SURFACE, label=family
-            )
+            marks: dict[str, Any] = {
+                "marker": MARKERS[i % len(MARKERS)],
+                "markersize": 7,
+                "markeredgecolor": SURFACE,
+                "markeredgewidth": 0.8,
+            }
+            ax.plot(x, y, **marks, linestyle="none", color=colour, label=family)
         ax.set_yscale("log")
         _plain_log_ticks(ax)
         ax.set_xlabel("output tokens/s (right is better)")
@@ -252,7 +258,13 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
         left = 0.0
         for i, (stage, spent_s) in enumerate(stages.items()):
             ax.barh(
-                [1], [spent_s / 60], left=left / 60, color=SERIES[i % len(SERIES)], edgecolor=SURFACE, label=stage, height=0.55
+                [1],
+                [spent_s / 60],
+                left=left / 60,
+                color=SERIES[i % len(SERIES)],
+                edgecolor=SURFACE,
+                label=stage.replace("_", " "),
+                height=0.55,
             )
             left += spent_s
         labels = ["this run (measured)"]
@@ -262,13 +274,13 @@ def stage_costs(chart_id: str, stages: Mapping[str, float], grid_s: float | None
         ax.set_yticks(range(2 - len(labels), 2), labels)
         ax.grid(False, axis="y")
         ax.set_xlabel("minutes")
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+        ax.legend(loc="lower center", bbox_to_anchor=(0.35, 1.0), ncols=3)
 
     spoken = "Time spent: " + ", ".join(f"{stage} {spent / 60:.1f} min" for stage, spent in stages.items()) + "."
     spoken += f" The full grid is estimated at {grid_s / 60:.0f} min." if grid_s else ""
     rows: list[tuple[Any, ...]] = [(stage, "measured", spent) for stage, spent in stages.items()]
     rows += [("full grid", "estimated", grid_s)] if grid_s else []
-    return _chart(chart_id, "Time by stage", spoken, plot, (("stage", "kind", "seconds"), rows), height_in=1.9)
+    return _chart(chart_id, "Time by stage", spoken, plot, (("stage", "kind", "seconds"), rows), height_in=2.1)
 
 
 def replicas(chart_id: str, sides: Mapping[str, Sequence[Mapping[str, Any]]], *, where: str) -> Chart:

@@ -49,7 +49,7 @@ STYLE: dict[str, Any] = {
     "lines.markersize": 5,
 }
 
-SIZE_IN = (5.4, 3.3)
+SIZE_IN = (4.8, 3.1)
 """Narrow enough that its text stays readable on a phone, where the figure fills the width."""
 
 
