@@ -139,16 +139,27 @@ class Findings:
         return total
 
     def meets_slo(self, config: ServingConfig) -> bool:
-        """Whether no search trial of this configuration broke a limit the user set."""
-        for trial in self.trials:
-            if trial.config != config or trial.stage != "search" or trial.metrics is None:
-                continue
-            for name, limit_s in self.settings.slo.items():
-                metric, percentile = name.rsplit("_", 1)
-                summary = trial.metrics[f"{metric}_s"]
-                if summary and summary[percentile] > limit_s:
-                    return False
-        return True
+        """Whether no search trial of this configuration broke a limit the user set.
+
+        A load at which off breaks the same limit is too much for the server, which says nothing against speculation.
+        """
+        return not any(
+            self._broken(trial) - self._broken(self.find(config.off(), trial.load, "baseline"))
+            for trial in self.trials
+            if trial.config == config and trial.stage == "search"
+        )
+
+    def _broken(self, trial: Trial | None) -> set[str]:
+        """Limits that a trial did not meet; none where it was not measured."""
+        if trial is None or trial.metrics is None:
+            return set()
+        broken = set()
+        for name, limit_s in self.settings.slo.items():
+            metric, percentile = name.rsplit("_", 1)
+            summary = trial.metrics[f"{metric}_s"]
+            if summary and summary[percentile] > limit_s:
+                broken.add(name)
+        return broken
 
 
 def closed_load(trace: str, concurrency: int) -> Load:

@@ -181,3 +181,21 @@ def test_the_replays_are_a_stage_of_the_cost_and_no_speed_up(run: Path) -> None:
     for side in result["capacity"][0]["sides"]:
         assert f"trial {side['open_loop']['passing']['trial']}" in page
         assert f"trial {side['open_loop']['failing']['trial']}" in page
+
+
+def test_a_load_that_off_cannot_carry_rules_nothing_out() -> None:
+    off_s, on_s = {1: 0.7, 8: 1.3}, {1: 0.6, 8: 1.2}
+
+    def findings_of(on_s: dict[int, float], limit_s: float) -> Findings:
+        found = virtual(limit_s)[1]
+        found.trials.clear()
+        for config, stage, p95 in ((OFF, "baseline", off_s), (ON, "search", on_s)):
+            for batch, value in p95.items():
+                metrics = {"e2e_s": {"p50": value / 2, "p95": value}}
+                load, number = closed_load("t", batch), len(found.trials)
+                found.trials.append(Trial(number, "COMPLETE", "search", config, load, "", stage, (), metrics=metrics))
+        return found
+
+    assert findings_of(on_s, 1.4).meets_slo(ON)
+    assert findings_of(on_s, 1.0).meets_slo(ON)  # 8 at a time are too many, with or without speculation
+    assert not findings_of({1: 1.1, 8: 1.2}, 1.0).meets_slo(ON)  # one at a time breaks the limit through speculation
