@@ -1,45 +1,48 @@
 "use strict";
 (() => {
-  // Sorting: numbers by value, text by name, empty cells last in either direction.
-  const table = document.getElementById("trial-table");
-  const body = table.tBodies[0];
-  const rows = [...body.rows];
-  const heads = [...table.tHead.rows[0].cells];
+  const trialTable = (table) => {
+    // Sorting: numbers by value, text by name, empty cells last in either direction.
+    const body = table.tBodies[0];
+    const rows = [...body.rows];
+    const heads = [...table.tHead.rows[0].cells];
 
-  const sortBy = (column, ascending) => {
-    const numeric = heads[column].dataset.kind === "number";
-    const key = (row) => row.cells[column]?.dataset.sort;  // a failed trial has no cells for figures
-    const sign = ascending ? 1 : -1;
-    rows.sort((a, b) => {
-      const x = key(a), y = key(b);
-      if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
-      return sign * (numeric ? Number(x) - Number(y) : x.localeCompare(y));
-    });
-    body.append(...rows);
-    heads.forEach((head, i) => head.setAttribute("aria-sort", i !== column ? "none" : ascending ? "ascending" : "descending"));
-  };
-  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () =>
-    sortBy(column, head.getAttribute("aria-sort") !== "ascending")));
+    const sortBy = (column, ascending) => {
+      const numeric = heads[column].dataset.kind === "number";
+      const key = (row) => row.cells[column]?.dataset.sort;  // a failed trial has no cells for figures
+      const sign = ascending ? 1 : -1;
+      rows.sort((a, b) => {
+        const x = key(a), y = key(b);
+        if (x === undefined || y === undefined) return (x === undefined) - (y === undefined);
+        return sign * (numeric ? Number(x) - Number(y) : x.localeCompare(y));
+      });
+      body.append(...rows);
+      heads.forEach((head, i) => head.setAttribute("aria-sort", i !== column ? "none" : ascending ? "ascending" : "descending"));
+    };
+    heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () =>
+      sortBy(column, head.getAttribute("aria-sort") !== "ascending")));
 
-  // Filtering: a word anywhere in the row, and one choice each of state, variant, engine and trace.
-  const form = document.getElementById("filters");
-  const search = document.getElementById("filter-text");
-  const selects = [...form.querySelectorAll("select")];
-  const count = document.getElementById("filter-count");
-  const filter = () => {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let shown = 0;
-    for (const row of rows) {
-      const text = row.textContent.toLowerCase();
-      const fits = words.every((word) => text.includes(word)) &&
-        selects.every((select) => !select.value || row.dataset[select.dataset.filter] === select.value);
-      row.hidden = !fits;
-      shown += fits;
-    }
-    count.textContent = `${shown} of ${rows.length} trials`;
+    // Filtering: a word anywhere in the row, and one choice each of state, variant, engine and trace.
+    const form = document.getElementById("filters");
+    const search = document.getElementById("filter-text");
+    const selects = [...form.querySelectorAll("select")];
+    const count = document.getElementById("filter-count");
+    const filter = () => {
+      const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let shown = 0;
+      for (const row of rows) {
+        const text = row.textContent.toLowerCase();
+        const fits = words.every((word) => text.includes(word)) &&
+          selects.every((select) => !select.value || row.dataset[select.dataset.filter] === select.value);
+        row.hidden = !fits;
+        shown += fits;
+      }
+      count.textContent = `${shown} of ${rows.length} trials`;
+    };
+    form.addEventListener("input", filter);
+    form.addEventListener("submit", (event) => event.preventDefault());
   };
-  form.addEventListener("input", filter);
-  form.addEventListener("submit", (event) => event.preventDefault());
+  const trials = document.getElementById("trial-table");  // the trend page has none
+  if (trials) trialTable(trials);
 
   // The data behind each figure. A text that a spreadsheet would run as a formula gets a quote in front.
   const field = (value) => {

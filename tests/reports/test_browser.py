@@ -13,7 +13,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from pypdf import PdfReader
+from test_history import store
 
+from reports import render_history, render_together
 from reports.sections import SECTIONS
 
 FLAGS = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
@@ -43,7 +45,7 @@ class Watched:
         self.page.on("console", lambda message: self.console.append(message.text))
         self.page.on("pageerror", lambda error: self.console.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto((folder / "report.html").as_uri())
+        self.page.goto((folder if folder.is_file() else folder / "report.html").as_uri())
 
 
 @pytest.fixture
@@ -95,6 +97,35 @@ def test_axe_finds_no_serious_fault_in_what_is_folded_away(rendered: dict[str, P
     assert page.locator("#funnel details[open] li").count() == 1
     found = Axe().run(page).response["violations"]
     assert [(v["id"], v["nodes"][0]["html"][:120]) for v in found if v["impact"] in ("serious", "critical")] == []
+
+
+@pytest.fixture(scope="module")
+def other_pages(rendered: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Several runs side by side, and the trend of stored gates."""
+    folder = tmp_path_factory.mktemp("pages")
+    render_together([rendered["plain"], rendered["hostile"]], folder / "together.html")
+    for day in range(1, 13):
+        store(folder / "gates", day, slow=1.08 if day >= 8 else 1.0)
+    return [folder / "together.html", render_history(folder / "gates")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_pages_over_several_runs_are_as_sound(other_pages: list[Path], show: Any, scheme: str) -> None:
+    for path in other_pages:
+        watched = show(path, color_scheme=scheme, viewport={"width": 390, "height": 844})
+        assert watched.console == []
+        assert watched.page.evaluate("document.documentElement.scrollWidth") == 390
+        found = Axe().run(watched.page).response["violations"]
+        assert [
+            (path.name, v["id"], v["nodes"][0]["html"][:120]) for v in found if v["impact"] in ("serious", "critical")
+        ] == []
+
+
+def test_the_data_behind_a_trend_downloads_as_csv(other_pages: list[Path], show: Any) -> None:
+    page = show(other_pages[1]).page
+    with page.expect_download() as started:
+        page.locator("button.csv").first.click()
+    assert len(Path(started.value.path()).read_text(encoding="utf-8").splitlines()) == 13  # twelve gates and their heads
 
 
 CONTRAST = """(names) => {
