@@ -7,7 +7,7 @@ VLLM_VENV := .venv-vllm
 SGLANG_VENV := .venv-sglang
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test test-slow test-engines gate-check lint clean
+.PHONY: demo test test-slow test-engines test-vllm test-sglang test-verdicts gate-check lint clean
 
 # The whole grid, so that the report shows every cell measured; the default strategy would measure a part and predict the rest.
 demo: $(VENV)/.installed
@@ -22,9 +22,17 @@ test-slow: $(VENV)/.installed-test
 	$(PY) -m pytest -m "slow and not engines"
 
 # The real engines pin other torch versions: each lives in an environment of its own (CPU builds, several GB).
-test-engines: $(VENV)/.installed-test $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
-	SPECTUNE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python SPECTUNE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python \
-		$(PY) -m pytest -m engines tests/engines
+test-engines: test-vllm test-sglang
+
+test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
+	SPECTUNE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest -m "engines and not slow" -k "not sglang" tests/engines
+
+test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
+	SPECTUNE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PY) -m pytest -m "engines and not slow" -k sglang tests/engines
+
+# Verdicts of long runs on vLLM; the machine must do nothing else.
+test-verdicts: $(VENV)/.installed-test $(VLLM_VENV)/.installed
+	SPECTUNE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest -m "engines and slow" tests/engines
 
 $(VLLM_VENV)/.installed:
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -21,6 +21,7 @@ def engine() -> tuple[str, str]:
     return "--engine", f"vllm={python()}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pool", "verdict"), [("grounded", "enable"), ("chat", "skip")])
 def test_ngram_pays_on_grounded_text_and_not_on_open_ended_text(pool: str, verdict: str) -> None:
     result = tune(
