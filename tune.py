@@ -182,6 +182,17 @@ def tune(
     mlflow: Annotated[
         str | None, typer.Option(help="MLflow tracking URI that gets the finished run (extra 'mlflow').", rich_help_panel=_OUT)
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure several servers of the search at once: local (all GPUs of this host), ray (a Ray cluster).",
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Address of the Ray cluster (default: the one this host is part of).", rich_help_panel=_SEARCH),
+    ] = None,
 ) -> None:
     if context.invoked_subcommand:
         return
@@ -235,6 +246,8 @@ def tune(
         probes=tuple(probe or ()),
         gpu_hourly_usd=gpu_hourly_usd,
         storage=storage,
+        executor=executor,
+        ray_address=ray_address,
         trust_remote_code=trust_remote_code,
     )
     from harness.job import print_plan, run_job  # after the options are known to be right: this imports the libraries

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 
+from backends.gpus import visible_handles
+
 SLACK_BYTES = 256 << 20  # other processes (a display, a monitor) move by less than this
 POLL_S = 0.25
 
 
 def used_bytes() -> tuple[int, ...]:
-    """Bytes in use on each GPU of this machine; empty where there is none or its driver does not answer."""
+    """Bytes in use on each GPU that is ours; empty where there is none or its driver does not answer."""
     import pynvml
 
     try:
@@ -17,8 +19,7 @@ def used_bytes() -> tuple[int, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+        return tuple(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in visible_handles(pynvml))
     except pynvml.NVMLError:
         return ()
     finally:

@@ -50,7 +50,7 @@ class LosslessnessAudit:
         self._lab, self._seed = lab, seed
         self._requests = {name: few[:REQUESTS] for name, few in requests.items()}
         self._found = Kept(store, "losslessness")
-        self._answers: dict[tuple[str, str], Answers] = {}  # (trace and server, kind of answers)
+        self._answers: dict[str, Mapping[str, Answers]] = {}  # trace and server -> kind of answers
         self._keys: list[str] = []
 
     def on(self, config: ServingConfig) -> None:
@@ -62,49 +62,56 @@ class LosslessnessAudit:
             if key not in self._keys:
                 self._keys.append(key)
             if key not in self._found:
-                self._guard(name, config, partial(self._ask, key, name))
+                self._guard(name, config, partial(self._ask, key, name, config))
 
     def off(self, config: ServingConfig) -> None:
         """Compare `config` with its off, whose server runs now."""
         for name in self._requests:
             key = key_of(name, config)
-            if key not in self._found and (key, "greedy") in self._answers:
+            if key not in self._found and key in self._answers:
                 self._guard(name, config.off(), partial(self._compare, key, name, config))
 
     def result(self) -> list[dict[str, Any]]:
         """Entries of this run's configurations for `result.json`."""
         return self._found.shown(self._keys)
 
-    def _compare(self, key: str, name: str, config: ServingConfig, endpoint: Endpoint) -> None:
+    def _compare(self, key: str, name: str, config: ServingConfig) -> None:
         off = key_of(name, config.off())
-        if (off, "greedy") not in self._answers:  # another finalist's comparison may have asked already
-            self._ask(off, name, endpoint, gaps=True)
-        if (off, "control") not in self._answers:
-            self._answers[off, "control"] = ask_all(endpoint, self._requests[name], at_once=CONTROL_AT_ONCE)
-        on_sampled, off_sampled = (self._answers.get((of, "sampled")) for of in (key, off))
+        if off not in self._answers:  # another finalist's comparison may have asked already
+            self._ask(off, name, config.off())
+        on_answers, off_answers = self._answers[key], self._answers[off]
+        on_sampled, off_sampled = on_answers.get("sampled"), off_answers.get("sampled")
         entry = losslessness.entry(
-            self._answers[key, "greedy"],
-            self._answers[off, "greedy"],
-            self._answers[off, "control"],
+            on_answers["greedy"],
+            off_answers["greedy"],
+            off_answers["control"],
             shapes=(AT_ONCE, CONTROL_AT_ONCE),
             sampled=(on_sampled, off_sampled) if on_sampled and off_sampled else None,
         )
         self._found.add(key, {"trace": name, "config": config.to_dict(), **entry})
         self._lab.progress.note(f"  losslessness: {entry['verdict'].replace('_', ' ')}: {entry['reason']}")
 
-    def _ask(self, key: str, name: str, endpoint: Endpoint, *, gaps: bool = False) -> None:
-        few = self._requests[name]
-        self._answers[key, "greedy"] = ask_all(endpoint, few, at_once=AT_ONCE, gaps=gaps)
-        sampling = [r for r in few if r.sampling.get("temperature") != 0]
-        if sampling:
-            self._answers[key, "sampled"] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=self._seed)
+    def _ask(self, key: str, name: str, config: ServingConfig) -> None:
+        look = partial(answers, requests=self._requests[name], seed=self._seed, control=config.variant == "off")
+        self._answers[key] = self._lab.look(config, look)
 
-    def _guard(self, name: str, config: ServingConfig, look: Callable[[Endpoint], None]) -> None:
+    def _guard(self, name: str, config: ServingConfig, audit: Callable[[], None]) -> None:
         """An audit that cannot be done is a line for the reader and no reason to lose the run."""
         try:
-            look(self._lab.endpoint(config))
+            audit()
         except (NoAnswer, BackendError, ConfigError, ValueError) as problem:
             self._lab.progress.note(f"  losslessness of {config.label()} on {name} was not looked at: {problem}")
+
+
+def answers(endpoint: Endpoint, requests: Sequence[Request], seed: int, *, control: bool) -> dict[str, Answers]:
+    """What a server answers greedily and, where requests ask for it, sampled; of off also the control in another batch shape."""
+    found = {"greedy": ask_all(endpoint, requests, at_once=AT_ONCE, gaps=control)}
+    sampling = [request for request in requests if request.sampling.get("temperature") != 0]
+    if sampling:
+        found["sampled"] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=seed)
+    if control:
+        found["control"] = ask_all(endpoint, requests, at_once=CONTROL_AT_ONCE)
+    return found
 
 
 def key_of(trace: str, config: ServingConfig) -> str:

@@ -1,4 +1,4 @@
-"""Clocks, temperature and throttling of this machine's GPUs while a load runs. A throttled load measures the cooling."""
+"""Clocks, temperature and throttling of our GPUs while a load runs. A throttled load measures the cooling."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from backends.gpus import visible_handles
 
 PERIOD_S = 1.0
 SLOWED_SHARE = 0.05
@@ -24,24 +26,24 @@ class Reading:
 
 
 class GpuWatch:
-    """Reads all GPUs once a period. Made and closed around one load."""
+    """Reads our GPUs once a period. Made and closed around one load."""
 
     def __init__(self, nvml: ModuleType | Any) -> None:
         """`nvml` is `pynvml`, initialised."""
         self._nvml = nvml
-        self._gpus = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        self._gpus = visible_handles(nvml)
         self.readings: list[list[Reading]] = [[] for _ in self._gpus]
 
     @staticmethod
     def here() -> GpuWatch | None:
-        """None where no NVIDIA driver or GPU is."""
+        """None where no NVIDIA driver or GPU is, or none that CUDA_VISIBLE_DEVICES names."""
         import pynvml
 
         try:
             pynvml.nvmlInit()
+            watch = GpuWatch(pynvml)
         except pynvml.NVMLError:
             return None
-        watch = GpuWatch(pynvml)
         return watch if watch.readings else None
 
     def close(self) -> None:

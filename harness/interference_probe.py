@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -54,7 +55,8 @@ class InterferenceProbe:
             refused = ADAPTERS[server.backend].supports(server, WorkloadFacts())
             if refused:
                 raise ConfigError(refused)
-            found = probe_interference(self._lab.endpoint(server), self._requests, seed=self._seed)
+            look = partial(probe_interference, requests=self._requests, seed=self._seed)
+            found = self._lab.look(server, look)
         except (BackendError, ConfigError, WorkloadError) as problem:
             self._lab.progress.note(f"  interference of {label} was not measured: {problem}")
             return

@@ -18,6 +18,7 @@ from backends.reference.tokenizer import Tokenizer
 from backends.types import BackendError, ConfigError, WorkloadFacts
 from harness.context import check_lengths, output_limit
 from harness.environment import environment
+from harness.executors import open_slots
 from harness.plan import estimate, funnel_cells
 from harness.progress import RunProgress
 from harness.run import Parts, Run, split
@@ -90,7 +91,9 @@ def run_job(settings: RunSettings, render: Callable[[Path], None]) -> None:
     store = RunStore(out)
     try:
         with RunProgress() as progress:
-            run = Run(job.settings, job.space, job.traces, job.parts, store, progress)
+            requests = [request for trace in job.traces.values() for request in trace.requests()]
+            slots, site = open_slots(job.settings, requests, store.servers_dir, progress.note)
+            run = Run(job.settings, job.space, job.traces, job.parts, store, progress, slots, site)
             result = run.execute(job.findings, shlex.join(["python", *sys.argv]))
     finally:
         store.close()

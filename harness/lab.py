@@ -1,57 +1,35 @@
-"""Where measuring happens: one server at a time, started when a configuration needs it and kept for every load it can serve."""
+"""What a run measures: each trial once, on whichever slot is free, and on disk before the next load starts."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
-import uvloop
-
-from backends.endpoints import connect
-from backends.process import Server, free_port
-from backends.registry import ADAPTERS
-from backends.types import BackendError, ConfigError, Endpoint, Launch, ServingConfig
+from backends.types import BackendError, Endpoint, ServingConfig
 from harness.answers import Output
-from harness.environment import environment
-from harness.fanout import more_processes
-from harness.measure import measure, records_table
+from harness.bench import Order, Outcome
 from harness.progress import RunProgress
-from harness.replay import Replay, ReplayOptions, replay
 from harness.settings import RunSettings
-from harness.smoke import smoke_requests, smoke_test
-from harness.store import RunStore, Trial, measurement_fields, model_identity, trial_key
-from harness.types import Load, Measurement, Role
-from harness.warmup import warm_up
+from harness.site import Site
+from harness.slots import Slot, measure_all
+from harness.store import RunStore, Trial, trial_key
+from harness.types import Load, Role
 from workloads.types import Request, Trace
 
-ATTEMPTS = 2
-"""A load whose measurement is not valid (the client sent late, a counter was reset) is sent once more, and said so."""
+Item = TypeVar("Item")
 
 
-class Running(Protocol):
-    """A server that can be measured: one of ours, or one that the user runs."""
+class Wanted(NamedTuple):
+    """A load and what it is for."""
 
-    endpoint: Endpoint
-
-    def alive(self) -> bool: ...
-
-    def stop(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Remote:
-    """A server that the user runs: never started and never stopped here."""
-
-    endpoint: Endpoint
-
-    def alive(self) -> bool:
-        return True  # a load on a dead server says so itself
-
-    def stop(self) -> None:
-        pass
+    config: ServingConfig
+    load: Load
+    requests: Sequence[int]  # positions in the load's trace
+    role: Role
+    stage: str
 
 
 class Lab:
@@ -64,34 +42,33 @@ class Lab:
         traces: Mapping[str, Trace],
         progress: RunProgress,
         trials: list[Trial],
+        slots: Sequence[Slot],
+        site: Site,
     ) -> None:
-        """`trials` gains every trial of this run, measured now or before."""
+        """`trials` gains every trial of this run, measured now or before. `site` is what all slots' hosts are."""
         self.settings = settings
         self.store = store
         self.traces = traces
         self.progress = progress
         self.trials = trials
-        self._requests = {name: trace.requests() for name, trace in traces.items()}
-        self._smoke_requests = smoke_requests([r for requests in self._requests.values() for r in requests])
-        self._smoke_outputs: dict[ServingConfig, Mapping[int, Output]] = {}
-        self._server: Running | None = None
-        self._serving: ServingConfig | None = None
-        self._launch: Launch | None = None
-        self._server_dir: Path | None = None
-        self._broken: dict[str, BackendError] = {}
-        self._gpus = len(environment()["gpu"])
-        self._identity = model_identity(settings.model)
+        self.slots = list(slots)
+        self._requests: dict[str, Sequence[Request]] = {name: trace.requests() for name, trace in traces.items()}
+        self._off_answers: dict[ServingConfig, Mapping[int, Output]] = {}
+        self._failed_ahead: dict[str, Trial] = {}
+        self.site = site
 
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop_server()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for slot in self.slots:
+            if kind is None:
+                _stop(slot)
+            slot.close()
 
     def stop_server(self) -> None:
-        if self._server:
-            self._server.stop()
-        self._server = self._serving = None
+        """End what runs on the slot where single loads are measured."""
+        _stop(self.slots[0])
 
     def refuse(self, config: ServingConfig, load: Load, reason: str) -> None:
         """Record a configuration that is refused before any start."""
@@ -108,39 +85,71 @@ class Lab:
 
         A server that does not start or a measurement that is not valid gives a FAIL trial with its cause and no numbers.
         """
-        key = self._key(config, load, indices, stage)
-        trial = self.store.find(key)
+        wanted = Wanted(config, load, indices, role, stage)
+        key = self._key_of(wanted)
+        trial = self.store.find(key) or self._failed_ahead.pop(key, None)
         if trial is None:
-            common = {"role": role, "config": config, "load": load, "key": key, "stage": stage, "requests": tuple(indices)}
-            trial = self._run(common)
-        else:
-            trial = _alive(trial)
-        if trial not in self.trials:
-            self.trials.append(trial)
-        return trial
+            self.progress.begin(_what(wanted))
+            ((_, outcome, slot),) = measure_all(self.slots, [iter([self._order(key, wanted)])])
+            return self._record(key, wanted, outcome, slot)
+        return self._note(_alive(trial))
 
-    def endpoint(self, config: ServingConfig) -> Endpoint:
-        """The running server of `config`, started if another or none runs: for looks that are no load.
+    def ahead(self, servers: Iterable[Iterable[Item]], wanted_of: Callable[[Item], Iterable[Wanted]]) -> Iterator[Item]:
+        """Measure what each item wants, on all slots at once, so that `run` will find it. Items come back as they are done.
+
+        The items of one server go to one slot, one after the other, and are asked for when it is free. With a single slot nothing is
+        measured here: `run` does it.
+        """
+        if len(self.slots) == 1:
+            for items in servers:
+                yield from items
+            return
+        wanted: dict[str, Wanted] = {}
+        waiting: dict[str, Item] = {}
+        left: dict[Item, int] = {}
+        done: list[Item] = []
+
+        def orders(items: Iterable[Item]) -> Iterator[Order]:
+            for item in items:
+                new = {self._key_of(one): one for one in wanted_of(item)}
+                new = {key: one for key, one in new.items() if self.store.find(key) is None and key not in waiting}
+                if not new:
+                    done.append(item)
+                left[item] = len(new)
+                for key, one in new.items():
+                    wanted[key], waiting[key] = one, item
+                    self.progress.begin(_what(one))
+                    yield self._order(key, one)
+
+        for order, outcome, slot in measure_all(self.slots, map(orders, servers)):
+            trial = self._record(order.key, wanted[order.key], outcome, slot)
+            if not trial.measured:
+                self._failed_ahead[order.key] = trial
+            item = waiting.pop(order.key)
+            left[item] -= 1
+            if not left[item]:
+                yield item
+            yield from done
+            done.clear()
+        yield from done
+        for slot in self.slots[1:]:  # idle from here on, and not to be heard by what is measured alone
+            _stop(slot)
+
+    def look(self, config: ServingConfig, function: Callable[[Endpoint], Any]) -> Any:
+        """What `function` finds on the server of `config`, which is started if another or none runs: for looks that are no load.
 
         Raises:
-            BackendError, ConfigError: it does not start.
+            BackendError, ConfigError: it does not start. And whatever `function` raises.
         """
-        return self._ensure_server(config, self.store.next_number()).endpoint
-
-    def _run(self, common: dict[str, Any]) -> Trial:
-        config, load = common["config"], common["load"]
-        self.progress.begin(f"{config.label()}, {_load_label(load)}, {len(common['requests'])} requests")
-        begun = time.monotonic()
-        number = self.store.next_number()
-        common = {"number": number, **common}
+        slot = self.slots[0]
         try:
-            server = self._ensure_server(config, number)
-        except (BackendError, ConfigError) as error:  # ConfigError: the installed version of the engine lacks it
-            trial = self._failed(common, str(error), begun)
-        else:
-            trial = self._measure(common, server, begun)
-        self.progress.step(_summary(trial), time.monotonic() - begun)
-        return trial
+            found, error = slot.call("look", config, self._server_name(), function).result()
+        except slot.lost as lost:
+            slot.renew()
+            raise BackendError(f"the worker on {slot.name} was lost: {lost}") from None
+        if error is not None:
+            raise error
+        return found
 
     def recall(self, stage: str) -> list[Trial]:
         """Measured trials of an earlier run that this one would measure again: same server, load, requests and conditions."""
@@ -153,114 +162,78 @@ class Lab:
         return found
 
     def conditions(self) -> dict[str, Any]:
-        """All that shapes every trial's numbers beside configuration, load and requests."""
+        """All that shapes every trial's numbers beside server, load and requests."""
         asked = self.settings
         return {
-            "model": self._identity,
+            "hardware": self.site.hardware,
             "part": [asked.format, asked.window, asked.limit, asked.thin, asked.jitter_s, asked.time_unit, asked.prompts],
             "max_output_tokens": asked.max_output_tokens,
             "seed": asked.seed,
         }
 
+    def _key_of(self, wanted: Wanted) -> str:
+        return self._key(wanted.config, wanted.load, wanted.requests, wanted.stage)
+
+    def identity(self, config: ServingConfig) -> dict[str, Any]:
+        """All that shapes what its servers are and that is not in the configuration: checkpoints, engine, production flags."""
+        asked = self.settings
+        command = {"base_args": asked.base_args.get(config.backend, ()), "command": asked.engines.get(config.backend)}
+        return {**self.site.identity(config), **command}
+
     def _key(self, config: ServingConfig, load: Load, indices: Sequence[int], stage: str) -> str:
-        conditions = {
-            **self.conditions(),
-            "stage": stage,
-            "base_args": self.settings.base_args.get(config.backend, ()),
-            "engine": self.settings.engines.get(config.backend),
-        }
+        conditions = {**self.conditions(), **self.identity(config), "stage": stage}
         return trial_key(config, load, self.traces[load.trace].sha256, indices, conditions)
 
-    def _ensure_server(self, config: ServingConfig, number: int) -> Running:
-        if self._server and self._serving == config and self._server.alive():
-            return self._server
-        self.stop_server()
-        label = repr(config.to_dict())
-        if label in self._broken:  # it failed to start for another load; starting it again would fail again
-            raise self._broken[label]
-        try:
-            self._server = self._connect(config) if self.settings.endpoints else self._start(config, number)
-            self._look(self._server, config)
-        except BackendError as error:
-            self.stop_server()
-            self._broken[label] = error
-            raise
-        self._serving = config
-        return self._server
-
-    def _connect(self, config: ServingConfig) -> Remote:
-        return Remote(connect(self.settings.endpoints[config.variant], api_key_env=self.settings.api_key_env))
-
-    def _start(self, config: ServingConfig, number: int) -> Server:
-        port = free_port()
-        adapter = ADAPTERS[config.backend]
-        command = self.settings.engines.get(config.backend, adapter.DEFAULT_COMMAND)
-        self._server_dir = self.store.server_dir(number)
-        self._launch = adapter.launch(
-            config, port=port, command=command, base_args=self.settings.base_args.get(config.backend, ())
+    def _order(self, key: str, wanted: Wanted) -> Order:
+        requests = self._requests[wanted.load.trace]
+        return Order(
+            key,
+            wanted.config,
+            wanted.load,
+            tuple(requests[i] for i in wanted.requests),
+            self._server_name(),
+            self._off_answers.get(wanted.config.off()),
         )
-        server = Server.start(self._launch, port=port, folder=self._server_dir, backend=config.backend)
-        try:
-            server.endpoint = adapter.read_back(server.endpoint, config, server.log())
-        except BaseException:
-            server.stop()
-            raise
-        return server
 
-    def _look(self, server: Running, config: ServingConfig) -> None:
-        """One look before any load; a simulated engine has no text to look at."""
-        if config.backend == "simulated":
-            return
-        baseline = self._smoke_outputs.get(config.off())
-        result = smoke_test(server.endpoint, config, self._smoke_requests, baseline=baseline)
-        if result.failure:
-            raise BackendError(result.failure, kind="unsupported")
-        if config.variant == "off":
-            self._smoke_outputs[config] = result.outputs
-        server.endpoint = replace(server.endpoint, warnings=(*server.endpoint.warnings, *result.warnings))
+    def _server_name(self) -> str:
+        return f"{self.store.next_number():04d}-{time.time_ns()}"  # a killed run may have used the number
 
-    def _measure(self, common: dict[str, Any], server: Running, begun: float) -> Trial:
-        load: Load = common["load"]
-        requests = [self._requests[load.trace][i] for i in common["requests"]]
-        options = ReplayOptions(max_output_tokens=self.settings.max_output_tokens, seed=self.settings.seed)
-        endpoint = server.endpoint
-        for attempt in range(ATTEMPTS):
-            try:
-                result = uvloop.run(_warm_replay(endpoint, requests, load, options))
-            except BackendError as error:
-                self.stop_server()
-                return self._failed(common, str(error), begun)
-            measurement = measure(result, load, slo=self.settings.slo, seed=self.settings.seed)
-            if not server.alive():
-                self.stop_server()
-                return self._failed(common, "the engine died during the load; see server.log", begun)
-            if measurement.invalid is None:
-                break
-            if attempt + 1 < ATTEMPTS:
-                options = replace(options, processes=more_processes(load, result.client_busy, options.processes))
-                self.progress.note(f"  measured again from {options.processes} client process(es): {measurement.invalid}")
-        log = self._server_dir / "server.log" if self._server_dir else None
-        if measurement.invalid or measurement.e2e_s is None:
-            return self._failed(common, measurement.invalid or "no request completed", begun)
+    def _record(self, key: str, wanted: Wanted, outcome: Outcome, slot: Slot) -> Trial:
+        for note in outcome.notes:
+            self.progress.note(f"  {note}")
+        if outcome.off_answers is not None:
+            self._off_answers[wanted.config] = outcome.off_answers
+        if outcome.server is not None:
+            self.store.note_server(outcome.server)
         trial = Trial(
-            **common,
-            state="COMPLETE",
-            **_with_server_warnings(measurement, endpoint),
-            engine=_engine(endpoint),
-            cost=self._cost(begun),
+            number=self.store.next_number(),
+            state="FAIL" if outcome.fields is None else "COMPLETE",
+            role=wanted.role,
+            config=wanted.config,
+            load=wanted.load,
+            key=key,
+            stage=wanted.stage,
+            requests=tuple(wanted.requests),
+            reason=outcome.reason,
+            cost={"seconds": outcome.seconds, "gpu_seconds": outcome.gpu_seconds},
+            worker=slot.name,
+            **(outcome.fields or {}),
         )
-        launch = self._launch.to_dict() if self._launch else None
-        table = records_table(result.records)
-        return self.store.add(trial, launch=launch, server_log=log, records=table, counters=result.counters)
+        self.store.add(
+            trial, launch=outcome.launch, server_log=outcome.server_log, records=outcome.records, counters=outcome.counters
+        )
+        self.progress.step(_summary(trial), outcome.seconds)
+        return self._note(trial)
 
-    def _failed(self, common: dict[str, Any], reason: str, begun: float) -> Trial:
-        trial = Trial(**common, state="FAIL", reason=reason, cost=self._cost(begun))
-        log = self._server_dir / "server.log" if self._server_dir else None
-        return self.store.add(trial, launch=self._launch.to_dict() if self._launch else None, server_log=log)
+    def _note(self, trial: Trial) -> Trial:
+        if trial not in self.trials:
+            self.trials.append(trial)
+        return trial
 
-    def _cost(self, begun: float) -> dict[str, float]:
-        seconds = time.monotonic() - begun
-        return {"seconds": seconds, "gpu_seconds": seconds * self._gpus}
+
+def _stop(slot: Slot) -> None:
+    with contextlib.suppress(*slot.lost):  # with its worker its engine is gone, too
+        slot.call("stop").result()
 
 
 def _alive(trial: Trial) -> Trial:
@@ -268,30 +241,13 @@ def _alive(trial: Trial) -> Trial:
     return replace(trial, state="COMPLETE", reason=None) if trial.state == "PRUNED" else trial
 
 
-async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:
-    warmed = await warm_up(endpoint, requests, load, options)
-    result = await replay(endpoint, requests, load, options)
-    return replace(result, warnings=(*warmed.warnings, *result.warnings))
-
-
-def _with_server_warnings(measurement: Measurement, endpoint: Endpoint) -> dict[str, Any]:
-    fields = measurement_fields(measurement)
-    return {**fields, "warnings": (*endpoint.warnings, *measurement.warnings)}
-
-
-def _engine(endpoint: Endpoint) -> dict[str, Any]:
-    return {
-        "version": endpoint.version,
-        "startup_s": endpoint.startup_s,
-        "kv_cache_tokens": endpoint.kv_cache_tokens,
-        "resolved": dict(endpoint.resolved),
-    }
-
-
-def _load_label(load: Load) -> str:
+def _what(wanted: Wanted) -> str:
+    load = wanted.load
     if load.mode == "closed":
-        return f"{load.concurrency} at a time"
-    return "trace's own arrivals" if load.time_scale in (None, 1.0) else f"trace's arrivals, times x {load.time_scale:.3g}"
+        how = f"{load.concurrency} at a time"
+    else:
+        how = "trace's own arrivals" if load.time_scale in (None, 1.0) else f"trace's arrivals, times x {load.time_scale:.3g}"
+    return f"{wanted.config.label()}, {how}, {len(wanted.requests)} requests"
 
 
 def _summary(trial: Trial) -> str:

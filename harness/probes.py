@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from backends.findings import Finding
@@ -68,7 +69,7 @@ class AcceptanceProbes:
 
     def _diagnose(self, key: str, name: str, config: ServingConfig, deployed: Trial, few: Sequence[Request]) -> None:
         self._lab.progress.note(f"  {config.label()} rarely accepts a first draft token: looking for the cause")
-        probed = probe(self._lab.endpoint(config), few)
+        probed = self._lab.look(config, partial(probe, few=few))
         evidence = evidence_of(
             deployed, probed, self._records_of, self.preflight, _unquantized(self._trials, name, config), _samples(few)
         )

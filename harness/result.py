@@ -15,7 +15,6 @@ from backends.types import ServingConfig, WorkloadFacts
 from harness.breakdown import breakdown
 from harness.decide import Judgement, judge
 from harness.depth import depth, overhead_of
-from harness.environment import environment
 from harness.evidence import pair
 from harness.findings import Finalists, Findings
 from harness.provision import capacity
@@ -30,13 +29,18 @@ DRIFT_LIMIT = 0.03
 
 
 def build_result(
-    findings: Findings, finalists: Finalists, traces: Mapping[str, Trace], store: RunStore, confirm_requests: int
+    findings: Findings,
+    finalists: Finalists,
+    traces: Mapping[str, Trace],
+    store: RunStore,
+    confirm_requests: int,
+    environment: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything the report shows. `confirm_requests`: requests of one confirmation load over all traces."""
     return {
         "schema": 1,
         "workloads": [trace.summary() for trace in traces.values()],
-        "environment": environment(),
+        "environment": environment,
         "trials": [
             {**public_trial(t, findings.quality, replays_of(t, findings.trials)), "speedup": _trial_speedup(findings, t)}
             for t in findings.trials

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from harness.findings import Finalists, Findings, closed_load, open_load
 from harness.funnel.search import MAX_FINALISTS
 from harness.funnel.stage import FunnelStage
 from harness.interference_probe import InterferenceProbe
-from harness.lab import Lab
+from harness.lab import Lab, Wanted
 from harness.plan import funnel_cells
 from harness.probes import AcceptanceProbes
 from harness.progress import RunProgress
@@ -27,6 +27,8 @@ from harness.result import build_result
 from harness.result_schema import validate
 from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, search
 from harness.settings import RunSettings
+from harness.site import Site
+from harness.slots import Slot
 from harness.space import Space
 from harness.store import RunStore
 from harness.types import Role
@@ -56,6 +58,8 @@ class Run:
         parts: Mapping[str, Parts],
         store: RunStore,
         progress: RunProgress,
+        slots: Sequence[Slot],
+        site: Site,
     ) -> None:
         self.settings = settings
         self.space = space
@@ -63,7 +67,7 @@ class Run:
         self.store = store
         self.progress = progress
         self.findings = Findings(settings, space, store.records)
-        self.lab = Lab(settings, store, traces, progress, self.findings.trials)
+        self.lab = Lab(settings, store, traces, progress, self.findings.trials, slots, site)
         self.parts = parts
         requests = {name: [trace.requests()[i] for i in parts[name].confirm] for name, trace in traces.items()}
         self.losslessness = LosslessnessAudit(self.lab, store, requests, settings.seed)
@@ -96,7 +100,7 @@ class Run:
             self._measure_quality()
             finalists = self._confirm()
         confirm_requests = sum(len(part.confirm) for part in self.parts.values())
-        result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests)
+        result = build_result(self.findings, finalists, self.traces, self.store, confirm_requests, self.lab.site.environment)
         result["predictions"] = self.funnel.predictions()
         result["funnel"] = self.funnel.result()
         result["losslessness"] = self.losslessness.result()
@@ -116,12 +120,16 @@ class Run:
     def _baseline(self) -> None:
         """Off first: at every batch size, and at the trace's own load for the quantization the user runs."""
         self.progress.stage("baseline")
-        for off in self.space.offs:
-            for name, parts in self.parts.items():
-                for batch in self.space.batch_sizes:
-                    self.lab.run(off, closed_load(name, batch), parts.search, "baseline", "baseline")
-                if off in self.findings.primary_offs:
-                    self._replay(off, name, "baseline")
+        for off in self.lab.ahead(([off] for off in self.space.offs), self._baseline_of):
+            for wanted in self._baseline_of(off):
+                self.lab.run(*wanted)
+
+    def _baseline_of(self, off: ServingConfig) -> Iterator[Wanted]:
+        for name, parts in self.parts.items():
+            for batch in self.space.batch_sizes:
+                yield Wanted(off, closed_load(name, batch), parts.search, "baseline", "baseline")
+            if off in self.findings.primary_offs:
+                yield from self._replays_of(off, name, "baseline")
 
     def _search(self) -> None:
         self.progress.stage("search")
@@ -134,7 +142,8 @@ class Run:
             strategy = "tpe" if self.settings.strategy == "funnel" else self.settings.strategy
             space = replace(self.space, candidates=left)
             study = self._study(cells_of(space))
-            search(space, self._measure_cell, study, strategy=strategy, max_cells=self.settings.max_trials, stop=self._stop)
+            most, ahead = self.settings.max_trials, partial(self.lab.ahead, wanted_of=self._wanted_of)
+            search(space, self._measure_cell, study, strategy=strategy, max_cells=most, stop=self._stop, ahead=ahead)
 
     def _stop(self) -> bool:
         """Whether the search has had its share of the budget."""
@@ -154,20 +163,24 @@ class Run:
             strategy=self.settings.strategy,
             seed=self.settings.seed,
             objectives=len(self.findings.objectives),
-            conditions={**self.lab.conditions(), "base_args": self.settings.base_args, "engines": self.settings.engines},
+            conditions={**self.lab.conditions(), "traces": {name: trace.sha256 for name, trace in self.traces.items()}},
+            identity=self.lab.identity,
         )
 
     def _measure_cell(self, cell: Cell) -> tuple[float, ...] | None:
         """Mean over the traces of each objective's log ratio to the baseline; None if any trace could not be measured."""
         rows = []
-        for name, parts in self.parts.items():
-            trial = self.lab.run(cell.config, closed_load(name, cell.batch_size), parts.search, "search", "search")
-            values = self.findings.cell_values(trial)
+        for wanted in self._wanted_of(cell):
+            values = self.findings.cell_values(self.lab.run(*wanted))
             if values is None:
                 return None
             rows.append(values)
         self.progress.best(", ".join(c.label() for c in self.findings.finalists(list(self.traces)).values()))
         return tuple(sum(column) / len(column) for column in zip(*rows, strict=True))
+
+    def _wanted_of(self, cell: Cell) -> Iterator[Wanted]:
+        for name, parts in self.parts.items():
+            yield Wanted(cell.config, closed_load(name, cell.batch_size), parts.search, "search", "search")
 
     def _measure_quality(self) -> None:
         """What each other quantization costs against the one the user runs; kept, since it depends on the model alone."""
@@ -205,18 +218,19 @@ class Run:
                     self._finish_group(self.funnel.finalists()[key])
         return {**self.findings.finalists(list(self.traces)), **self.funnel.finalists()}
 
-    def _replay(self, server: ServingConfig, name: str, role: Role) -> None:
+    def _replays_of(self, server: ServingConfig, name: str, role: Role) -> Iterator[Wanted]:
         """A trace's own load on a server, as often as was asked, where the trace has arrival times."""
         if self._has_arrivals(name):
             for number in range(self.settings.replays):
                 stage = f"{role}{number + 1}" if number else role
-                self.lab.run(server, open_load(name, self.settings), self.parts[name].confirm, role, stage)
+                yield Wanted(server, open_load(name, self.settings), self.parts[name].confirm, role, stage)
 
     def _after_confirmation(self, finalists: Sequence[ServingConfig], server: ServingConfig) -> None:
         """What else is measured while a confirmed server runs: the trace's own load, and the audit's answers."""
         if server in finalists:
             for name in self.parts:
-                self._replay(server, name, "confirm")
+                for replay in self._replays_of(server, name, "confirm"):
+                    self.lab.run(*replay)
             self.probes.on(server)
             self.losslessness.on(server)
         else:

@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,13 @@ class Cell:
 
 
 CellValue = tuple[float, ...]
+Identity = Callable[[ServingConfig], object]
+IMPORTED = "imported_from"
+"""Attribute of a trial that another study of the storage measured: the name of that study."""
 MeasureCell = Callable[[Cell], CellValue | None]
 """Measures a cell; None where it failed, which Optuna is told as FAIL and never as a number."""
+Ahead = Callable[[Iterable[Iterable[Cell]]], Iterable[Cell]]
+"""Takes servers, each with its cells, as it has room for them, and gives back each cell when it can be measured at once."""
 
 
 class CellStudy:
@@ -63,13 +68,15 @@ class CellStudy:
     Each trial carries its owner, so that a run that resumes can tell the trials of a dead process from those of one that works.
     """
 
-    def __init__(self, cells: Sequence[Cell], study: optuna.Study) -> None:
+    def __init__(self, cells: Sequence[Cell], study: optuna.Study, identity: Identity = lambda config: None) -> None:
         self.todo = {_key(cell.params()): cell for cell in cells}
         self._study = study
+        self._identity = identity
         self._axes = _axes(cells)
         self._told = {_key(t.params) for t in study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])}
         self._misses = 0
-        self.fresh = not study.get_trials(deepcopy=False)  # nothing was ever asked here: a new space
+        # Nothing was ever asked here: a new space.
+        self.fresh = all(IMPORTED in trial.user_attrs for trial in study.get_trials(deepcopy=False))
 
     def ask(self, queue: Sequence[Cell] = ()) -> tuple[optuna.Trial, Cell]:
         """The first of `queue`, or the sampler's own choice among the cells that are left."""
@@ -80,6 +87,7 @@ class CellStudy:
             trial.set_user_attr("owner", _owner())
             cell = self.todo.pop(_key(trial.params), None)
             if cell is not None:
+                trial.set_user_attr("identity", _hash(self._identity(cell.config)))
                 return trial, cell
             self._study.tell(trial, state=TrialState.FAIL)  # no such cell, or measured before: its value is known already
             self._misses += 1
@@ -135,20 +143,34 @@ def search(
     strategy: str,
     max_cells: int | None = None,
     stop: Callable[[], bool] = lambda: False,
+    ahead: Ahead = chain.from_iterable,
 ) -> int:
     """Measure cells until the space or `max_cells` is used up, or `stop` says so. Returns the number of cells measured.
 
     `grid` visits all cells in order; `random` draws them without repeats; `tpe` starts with each variant's middle K and then lets
-    TPE choose, up to a third of a large space.
+    TPE choose, up to a third of a large space. `ahead` may measure several servers at once: each is asked for when it has room.
     """
     limit = visits(space, strategy, max_cells)
-    queue = _opening(space, strategy)
+    open_trials: dict[Cell, optuna.Trial] = {}
+
+    def servers() -> Iterator[Iterator[Cell]]:
+        queue, left = _opening(space, strategy), limit
+        while left > 0 and study.todo and not stop():
+            trial, first = study.ask(queue)
+            server = {first: trial}
+            for sibling in [cell for cell in study.todo.values() if cell.config == first.config][: left - 1]:
+                server[sibling], _ = study.ask([sibling])
+            left -= len(server)
+            open_trials.update(server)
+            queue = [cell for cell in queue if cell.config != first.config]
+            yield takewhile(lambda cell, first=first: cell == first or not stop(), server)  # type: ignore[misc]
+
     done = 0
-    while done < limit and study.todo and not stop():
-        trial, cell = study.ask(queue)
-        study.tell(trial, measure(cell))
+    for cell in ahead(servers()):
+        study.tell(open_trials.pop(cell), measure(cell))
         done += 1
-        queue = _siblings_first(cell, queue, study.todo)
+    for trial in open_trials.values():  # there was no time for them
+        study.tell(trial, None)
     return done
 
 
@@ -162,12 +184,6 @@ def visits(space: Space, strategy: str, max_cells: int | None) -> int:
 
 def cells_of(space: Space) -> list[Cell]:
     return [Cell(config, batch) for config in space.candidates for batch in space.batch_sizes]
-
-
-def _siblings_first(cell: Cell, queue: list[Cell], todo: Mapping[str, Cell]) -> list[Cell]:
-    """The queue with the other batch sizes of the running server put first: they cost no start."""
-    siblings = [c for c in todo.values() if c.config == cell.config]
-    return siblings + [c for c in queue if c.config != cell.config]
 
 
 def _opening(space: Space, strategy: str) -> list[Cell]:
@@ -202,6 +218,10 @@ def _axis(choices: Sequence[str | int]) -> optuna.distributions.BaseDistribution
     return optuna.distributions.CategoricalDistribution(choices)
 
 
+def _hash(parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def _key(params: Mapping[str, str | int]) -> str:
     return json.dumps(params, sort_keys=True)
 
@@ -214,19 +234,23 @@ def open_study(
     seed: int,
     objectives: int,
     conditions: Mapping[str, object] | None = None,
+    identity: Identity = lambda config: None,
 ) -> CellStudy:
-    """The study of exactly these cells under these `conditions` (models, engines, machine, part of the trace).
+    """The study of exactly these cells under these `conditions` (hardware, part of the trace). `identity` is what stands behind a
+    configuration: the content of its checkpoints, its engine's version.
 
-    A changed space is a new study, since Optuna cannot change the choices of an old one.
+    A changed space is a new study, since Optuna cannot change the choices of an old one; it begins with the trials of older ones in
+    the same storage that were measured under the same conditions on a server of the same identity.
     """
-    text = json.dumps([[cell.params() for cell in cells], strategy, objectives, conditions], sort_keys=True, default=str)
+    known = {_key(cell.params()): _hash(identity(cell.config)) for cell in cells}
+    where = _hash([conditions, objectives])
     sampler = (
         optuna.samplers.RandomSampler(seed=seed)
         if strategy == "random"
-        else optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
+        else optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=8, constant_liar=True)
     )
     study = optuna.create_study(
-        study_name="spectune-" + hashlib.sha256(text.encode()).hexdigest()[:16],
+        study_name="spectune-" + _hash([known, where, strategy])[:16],
         storage=storage,
         sampler=sampler,
         directions=["minimize"] * objectives,
@@ -235,7 +259,29 @@ def open_study(
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING, TrialState.WAITING]):
         if _is_gone(trial.user_attrs.get("owner")):  # what it measured is in its run directory and will be told again
             storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
-    return CellStudy(cells, study)
+    if not study.get_trials(deepcopy=False):
+        _import(study, storage, cells, known, where)
+        study.set_user_attr("conditions", where)
+    return CellStudy(cells, study, identity)
+
+
+def _import(study: optuna.Study, storage: BaseStorage, cells: Sequence[Cell], known: Mapping[str, str], where: str) -> None:
+    """Tell `study` what older ones of the storage found out about its cells, each cell once."""
+    axes, told = _axes(cells), set[str]()
+    for summary in optuna.get_all_study_summaries(storage):
+        if summary.user_attrs.get("conditions") != where:
+            continue
+        old = optuna.load_study(study_name=summary.study_name, storage=storage)
+        for trial in old.get_trials(deepcopy=False, states=[TrialState.COMPLETE]):
+            key = _key(trial.params)
+            if key not in told and known.get(key) == trial.user_attrs.get("identity", ""):
+                attributes = {**trial.user_attrs, IMPORTED: summary.study_name}
+                told.add(key)
+                study.add_trial(
+                    optuna.trial.create_trial(
+                        params=trial.params, distributions=axes, values=trial.values, user_attrs=attributes
+                    )
+                )
 
 
 def open_storage(url: str | None, directory: Path) -> BaseStorage:

@@ -17,6 +17,7 @@ from backends.types import NEEDS_DRAFT, VARIANTS, ConfigError
 STRATEGIES = ("funnel", "grid", "random")
 OBJECTIVES = ("e2e_p50", "e2e_p95", "tpot_p50", "throughput", "goodput", "cost")
 PROBES = ("interference",)
+EXECUTORS = ("local", "ray")
 SLO_METRICS = ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_p50", "tpot_p95", "tpot_p99", "e2e_p50", "e2e_p95", "e2e_p99")
 
 
@@ -65,6 +66,8 @@ class RunSettings:
     probes: tuple[str, ...] = ()  # looks beyond the measured loads: interference
     gpu_hourly_usd: float | None = None
     storage: str | None = None
+    executor: str | None = None  # one load at a time in this process, unless named
+    ray_address: str | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ class RunSettings:
                 raise ConfigError(f"--draft {variant}=...: '{variant}' is no variant that takes a draft checkpoint")
 
         self._check_endpoints()
+        if self.ray_address and self.executor != "ray":
+            raise ConfigError("--ray-address: add --executor ray")
 
     @property
     def takes_draft(self) -> frozenset[str]:
@@ -88,6 +93,8 @@ class RunSettings:
     def _check_endpoints(self) -> None:
         if not self.endpoints:
             return
+        if self.executor:
+            raise ConfigError("--executor: servers named by --endpoint run already; leave it out")
         if "off" not in self.endpoints:
             raise ConfigError("--endpoint: a server without speculation is needed to compare with: add --endpoint off=URL")
         for variant in self.endpoints:
@@ -103,6 +110,7 @@ class RunSettings:
             ("--strategy", (self.strategy,), STRATEGIES),
             ("--probe", self.probes, PROBES),
             ("--objective", self.objectives, OBJECTIVES),
+            ("--executor", (self.executor,) if self.executor else (), EXECUTORS),
             ("--slo", tuple(self.slo), SLO_METRICS),
             ("--engine", tuple(self.engines), tuple(ADAPTERS)),
         )

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,6 +46,7 @@ class Trial:
     quality: Mapping[str, Any] = field(default_factory=lambda: EMPTY_QUALITY)
     cost: Mapping[str, Any] = field(default_factory=lambda: {"seconds": 0.0, "gpu_seconds": 0.0})
     warnings: tuple[str, ...] = ()
+    worker: str | None = None  # where it was measured, if not in the process of the run itself
 
     @property
     def measured(self) -> bool:
@@ -69,7 +69,7 @@ def trial_key(
 ) -> str:
     """Hash of all that shapes a trial's numbers: two trials with equal keys measure the same thing for the same purpose.
 
-    `conditions` holds what is neither configuration nor load: stage, output limit, seed, the model's files, base arguments.
+    `conditions` holds what is neither configuration nor load: stage, output limit, seed, hardware, checkpoints, engine, base arguments.
     """
     parts = {
         "config": config.to_dict(),
@@ -79,17 +79,6 @@ def trial_key(
         "conditions": dict(conditions),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def model_identity(model: str) -> str:
-    """Hash of a model directory's file names and sizes and of its config; a hub id is its own identity."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return model
-    listing = sorted((p.name, p.stat().st_size) for p in folder.iterdir() if p.is_file())
-    config = folder / "config.json"
-    content = config.read_bytes() if config.exists() else b""
-    return hashlib.sha256(json.dumps(listing).encode() + content).hexdigest()
 
 
 class RunStore:
@@ -135,18 +124,21 @@ class RunStore:
     def trial_dir(self, number: int) -> Path:
         return self._trials_dir / f"{number:04d}"
 
-    def server_dir(self, number: int) -> Path:
-        """Where a server that is started for trial `number` writes its log and files."""
-        folder = self.directory / "servers" / f"{number:04d}-{time.time_ns()}"  # a killed run may have used the number
-        folder.mkdir(parents=True)
-        return folder
+    @property
+    def servers_dir(self) -> Path:
+        """Where each server that is started has a folder for its log and files."""
+        return self.directory / "servers"
+
+    def note_server(self, name: str) -> None:
+        """A server was started, maybe on another host, where its folder is."""
+        (self.servers_dir / name).mkdir(parents=True, exist_ok=True)
 
     def add(
         self,
         trial: Trial,
         *,
         launch: Mapping[str, Any] | None = None,
-        server_log: Path | None = None,
+        server_log: str | None = None,
         records: pa.Table | None = None,
         counters: SpecCounters | None = None,
     ) -> Trial:
@@ -155,8 +147,8 @@ class RunStore:
         partial.mkdir()
         if launch is not None:
             _write_json(partial / "launch.json", launch)
-        if server_log is not None and server_log.exists():
-            shutil.copyfile(server_log, partial / "server.log")
+        if server_log is not None:
+            (partial / "server.log").write_text(server_log)
         if records is not None:
             pq.write_table(records, partial / "requests.parquet")
         if counters is not None:
@@ -176,7 +168,7 @@ class RunStore:
     @property
     def server_starts(self) -> int:
         """Servers started for this directory so far, those of killed runs included."""
-        return len(list((self.directory / "servers").glob("*")))
+        return len(list(self.servers_dir.glob("*")))
 
     def records(self, trial: Trial) -> pa.Table:
         return pq.read_table(self.trial_dir(trial.number) / "requests.parquet")

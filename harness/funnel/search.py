@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +38,12 @@ def requests_of(batch_size: int, least: int = LEAST_REQUESTS) -> int:
     return max(least, batch_size)
 
 
+class Planned(NamedTuple):
+    config: ServingConfig
+    batch_size: int
+    requests: int
+
+
 @dataclass(frozen=True, slots=True)
 class Pruned:
     config: ServingConfig
@@ -46,7 +54,8 @@ class Pruned:
 class Funnel:
     """State of the search of one group; `run` fills it.
 
-    `measured` is told of every load, `stop` says that the budget is used up.
+    `measured` is told of every load, `stop` says that the budget is used up. Where `together` servers can be measured at once, `ahead`
+    is told what will be measured next, by server, and measures it all.
     """
 
     off: ServingConfig
@@ -62,6 +71,8 @@ class Funnel:
     judge: Callable[[ServingConfig], str | None] = lambda config: None  # after a load: why the configuration is out
     stop: Callable[[], bool] = lambda: False
     on_prune: Callable[[Pruned], None] = lambda pruned: None
+    together: int = 1
+    ahead: Callable[[Sequence[Sequence[Planned]]], None] = lambda servers: None
     pruned: list[Pruned] = field(default_factory=list)
     cost: StepCost = field(init=False)
     grid: Grid = field(default_factory=dict)
@@ -115,12 +126,18 @@ class Funnel:
 
     def _probe(self) -> None:
         given_up = {draft_key(entry.config) for entry in self.pruned}
-        for configs in self.drafters:
-            key = draft_key(configs[0])
+        left = [
+            configs
+            for configs in self.drafters
+            if (key := draft_key(configs[0])) not in given_up
+            and not self._is_probed(configs)
+            and not self._prune_unpromising(key, configs)
+        ]
+        self.ahead([self._probes_of(configs) for configs in left])
+        for configs in left:
             if self.stop():
                 return
-            if key not in given_up and not self._is_probed(configs) and not self._prune_unpromising(key, configs):
-                self._probe_drafter(key, configs)
+            self._probe_drafter(draft_key(configs[0]), configs)
 
     def _is_probed(self, configs: Sequence[ServingConfig]) -> bool:
         """Whether loads are known that reach as deep as the largest K: of an earlier objective, or of an earlier run."""
@@ -136,13 +153,17 @@ class Funnel:
             found.setdefault(draft_key(config), []).append(config)
         return list(found.values())
 
-    def _probe_drafter(self, key: DraftKey, configs: Sequence[ServingConfig]) -> None:
+    def _probes_of(self, configs: Sequence[ServingConfig]) -> list[Planned]:
         """Its largest K at a batch size where tokens are cheap, and at the smallest that matters."""
         deepest = max(configs, key=lambda config: config.k)
         matter = self.batch_sizes
         wide = max([matter[-1], *(b for b in self._all_batches if b <= PROBE_BATCH)])
-        for batch in dict.fromkeys((wide, matter[0])):
-            found = self._load(deepest, batch, requests_of(batch, PROBE_REQUESTS if batch == wide else LEAST_REQUESTS))
+        least = {wide: PROBE_REQUESTS}
+        return [Planned(deepest, b, requests_of(b, least.get(b, LEAST_REQUESTS))) for b in dict.fromkeys((wide, matter[0]))]
+
+    def _probe_drafter(self, key: DraftKey, configs: Sequence[ServingConfig]) -> None:
+        for probe in self._probes_of(configs):
+            found = self._load(probe.config, probe.batch_size, probe.requests)
             if not found:
                 return  # it does not run: no acceptance, no prediction
             reasons = [prune.dead(load) for load in found]
@@ -221,26 +242,27 @@ class Funnel:
     def _measure_while_it_gains(self) -> int:
         """Loads measured."""
         done, running = 0, None
-        while not self.stop():
-            cell = self._next(running)
-            if cell is None:
-                break
-            config, batch = cell
-            running = config
-            found = self._load(config, batch, requests_of(batch))
-            done += 1
-            if not found:
-                self._prune([config], "could not be measured")
-                continue
-            reason = self.judge(config)
-            if reason:
-                self._prune([config], reason)
-            self._rescore()
-            self._compare_with_incumbent(config, batch)
+        while not self.stop() and (servers := self._next(running)):
+            self.ahead(servers)
+            for config, batch, requests in chain.from_iterable(servers):
+                if self._is_pruned(config):  # by its load before this one
+                    continue
+                running = config
+                found = self._load(config, batch, requests)
+                done += 1
+                if not found:
+                    self._prune([config], "could not be measured")
+                    continue
+                reason = self.judge(config)
+                if reason:
+                    self._prune([config], reason)
+                self._rescore()
+                self._compare_with_incumbent(config, batch)
         return done
 
-    def _next(self, running: ServingConfig | None) -> tuple[ServingConfig, int] | None:
-        """The cell to measure: on the running server while it may gain, else on the server that is expected to gain most."""
+    def _next(self, running: ServingConfig | None) -> list[list[Planned]]:
+        """The load to measure: on the running server while it may gain, else on the server that is expected to gain most. Where several
+        can run at once all loads that are open on the best ones."""
         gains = dict(zip(self.scores.configs, self.scores.expected_gain(self.incumbent()), strict=True))
         best = self.incumbent()
         open_cells: dict[ServingConfig, list[int]] = {}
@@ -249,11 +271,13 @@ class Funnel:
             left = [b for b in self.batch_sizes if (config, b) not in measured]
             if left and not self._is_pruned(config) and (gains[config] > LEAST_GAIN or config == best):
                 open_cells[config] = left
-        if not open_cells:
-            return None
-        config = running if running in open_cells else max(open_cells, key=lambda c: math.inf if c == best else gains[c])
-        assert config is not None
-        return config, max(open_cells[config], key=lambda batch: self._doubt(config, batch))
+        ranked = sorted(open_cells, key=lambda c: (c != running, -math.inf if c == best else -gains[c]))
+        servers = [
+            [Planned(config, batch, requests_of(batch)) for batch in open_cells[config]] for config in ranked[: self.together]
+        ]
+        if self.together == 1:
+            return [[max(loads, key=lambda load: self._doubt(load.config, load.batch_size))] for loads in servers]
+        return servers
 
     def _doubt(self, config: ServingConfig, batch: int) -> float:
         """How much of the score's uncertainty a batch size holds."""

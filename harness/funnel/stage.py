@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from harness.funnel.acceptance import Curve, DraftKey, draft_key, from_recorded
 from harness.funnel.confirm import Confirmed, confirm
 from harness.funnel.observation import Observation, Workload
 from harness.funnel.prediction import break_even
-from harness.funnel.search import Funnel, Pruned
-from harness.lab import Lab
+from harness.funnel.search import Funnel, Planned, Pruned
+from harness.lab import Lab, Wanted
 from harness.offline import pool
 from harness.progress import RunProgress
 from harness.recorded import offline_acceptance
@@ -29,7 +30,6 @@ from harness.settings import RunSettings
 from harness.space import Space, group_key, group_label
 from harness.statistics import column
 from harness.store import RunStore, Trial
-from harness.types import Role
 from workloads.types import Trace
 
 MIN_REQUESTS = 4
@@ -126,6 +126,8 @@ class FunnelStage:
             judge=self._breaks_slo,
             stop=self.stop,
             on_prune=self._on_prune,
+            together=len(self.lab.slots),
+            ahead=self._ahead,
         )
         for objective in self.findings.objectives:
             funnel.objective = objective
@@ -200,13 +202,10 @@ class FunnelStage:
     # Measuring.
 
     def _measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
-        confirming = stage.startswith("confirm")
         found: dict[str, Observation] = {}
         trials = []
-        for name, parts in self.parts.items():
-            indices = parts.confirm if confirming else self._subset(parts.search, count)
-            role: Role = "confirm" if confirming else "search"
-            trial = self.lab.run(config, closed_load(name, batch), indices, role, "confirm" if stage == "confirm1" else stage)
+        for name in self.parts:
+            trial = self.lab.run(*self._wanted(config, batch, stage, count, name))
             load = observe(trial, self.findings.records_of(trial)) if trial.measured else None
             if load is None:
                 self._tell(config, batch, stage, None)
@@ -219,6 +218,20 @@ class FunnelStage:
             trials.append(trial)
         self._tell(config, batch, stage, self._values(trials))
         return found
+
+    def _wanted(self, config: ServingConfig, batch: int, stage: str, count: int, name: str) -> Wanted:
+        load, parts = closed_load(name, batch), self.parts[name]
+        if stage.startswith("confirm"):
+            return Wanted(config, load, parts.confirm, "confirm", "confirm" if stage == "confirm1" else stage)
+        return Wanted(config, load, self._subset(parts.search, count), "search", stage)
+
+    def _ahead(self, servers: Sequence[Sequence[Planned]]) -> None:
+        def wanted_of(load: Planned) -> Iterator[Wanted]:
+            for name in self.parts:
+                yield self._wanted(load.config, load.batch_size, "search", load.requests, name)
+
+        for _ in self.lab.ahead((takewhile(lambda _: not self.stop(), loads) for loads in servers), wanted_of):
+            pass  # `_measure` finds them
 
     def _values(self, trials: Sequence[Trial]) -> tuple[float, ...] | None:
         """Mean over the traces of each objective's log ratio to the baseline."""

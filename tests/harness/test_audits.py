@@ -1,6 +1,6 @@
 """Who is compared with whom: several finalists answer before their off does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +28,10 @@ class FakeLab:
         self.asked: list[tuple[str, int]] = []
         self.down: set[ServingConfig] = set()
 
-    def endpoint(self, config: ServingConfig) -> Endpoint:
+    def look(self, config: ServingConfig, function: Callable[[Endpoint], Any]) -> Any:
         if config in self.down:
             raise BackendError("it does not start")
-        return Endpoint(config.label(), "m", "reference")
+        return function(Endpoint(config.label(), "m", "reference"))
 
 
 @pytest.fixture

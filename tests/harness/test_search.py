@@ -142,6 +142,35 @@ def test_a_trial_of_a_process_that_works_is_left_alone_and_one_of_a_dead_process
     assert [t.state.name for t in stored(tmp_path).get_trials(deepcopy=False)] == ["FAIL"]
 
 
+def test_a_larger_k_range_is_a_new_study_that_keeps_the_old_trials_where_they_still_hold(tmp_path: Path) -> None:
+    def opened(ks: range, engine: str, machine: str = "m") -> optuna.Study:
+        cells = cells_of(space(ks))
+        told = open_study(
+            cells,
+            open_storage(None, tmp_path),
+            strategy="tpe",
+            seed=1,
+            objectives=1,
+            conditions={"machine": machine},
+            identity=lambda config: engine if config.variant == "suffix" else "any",
+        )
+        for cell in list(told.todo.values()):
+            told.record(cell, value(cell))
+        return told._study
+
+    def imported(study: optuna.Study) -> list[tuple[str, int]]:
+        trials = [t for t in study.get_trials(deepcopy=False) if "imported_from" in t.user_attrs]
+        return sorted({(t.params["variant"], t.params["k"]) for t in trials})
+
+    assert imported(opened(range(1, 3), "1.0")) == []
+    both = opened(range(1, 5), "1.0")
+    assert imported(both) == [("ngram", 1), ("ngram", 2), ("suffix", 1), ("suffix", 2)]
+    states = [t.state.name for t in both.get_trials(deepcopy=False)]
+    assert states == ["COMPLETE"] * 16  # the eight old ones, and the new ones told once each
+    assert imported(opened(range(1, 6), "2.0")) == [("ngram", k) for k in (1, 2, 3, 4)]  # another version of suffix's engine
+    assert imported(opened(range(1, 7), "1.0", machine="another")) == []
+
+
 def test_another_machine_or_model_is_another_study(tmp_path: Path) -> None:
     storage = open_storage(None, tmp_path)
     for conditions in ({"model": "a"}, {"model": "b"}, {"model": "a"}):
