@@ -51,7 +51,6 @@ class Order:
     config: ServingConfig
     load: Load
     requests: tuple[Request, ...]
-    server: str  # name of its server's folder, if one has to be started
     off_answers: Mapping[int, Output] | None = None  # of the smoke test of off, where it is known
 
 
@@ -120,7 +119,7 @@ class Bench:
         if order.off_answers is not None:
             self._off_answers.setdefault(order.config.off(), order.off_answers)
         try:
-            server = self._ensure_server(order.config, order.server)
+            server = self._ensure_server(order.config)
             outcome = self._measure(order, server)
         except (BackendError, ConfigError) as error:  # ConfigError: the installed version of the engine lacks it
             self.stop()
@@ -136,14 +135,14 @@ class Bench:
             off_answers=self._off_answers.get(order.config),
         )
 
-    def look(self, config: ServingConfig, server: str, function: Callable[[Endpoint], Any]) -> tuple[Any, Exception | None]:
+    def look(self, config: ServingConfig, function: Callable[[Endpoint], Any]) -> tuple[Any, Exception | None]:
         """What `function` finds on the server of `config`, started if need be, or the error that kept it from that."""
         try:
-            return function(self._ensure_server(config, server).endpoint), None
+            return function(self._ensure_server(config).endpoint), None
         except (BackendError, ConfigError, NoAnswer, WorkloadError, ValueError) as error:
             return None, error
 
-    def _ensure_server(self, config: ServingConfig, name: str) -> Running:
+    def _ensure_server(self, config: ServingConfig) -> Running:
         if self._server and self._serving == config and self._server.alive():
             return self._server
         self.stop()
@@ -151,7 +150,7 @@ class Bench:
         if label in self._broken:  # it failed to start for another load; starting it again would fail again
             raise self._broken[label]
         try:
-            self._server = self._connect(config) if self._settings.endpoints else self._start(config, name)
+            self._server = self._connect(config) if self._settings.endpoints else self._start(config)
             self._smoke(self._server, config)
         except BackendError as error:
             self.stop()
@@ -163,10 +162,10 @@ class Bench:
     def _connect(self, config: ServingConfig) -> Remote:
         return Remote(connect(self._settings.endpoints[config.variant], api_key_env=self._settings.api_key_env))
 
-    def _start(self, config: ServingConfig, name: str) -> Server:
+    def _start(self, config: ServingConfig) -> Server:
         port = free_port()
         adapter = ADAPTERS[config.backend]
-        self._folder = self._setup.folder / name
+        self._folder = self._setup.folder / f"{config.variant}-k{config.k}-{time.time_ns()}"
         self._folder.mkdir(parents=True)
         self._launch = adapter.launch(
             config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -143,7 +142,7 @@ class Lab:
         """
         slot = self.slots[0]
         try:
-            found, error = slot.call("look", config, self._server_name(), function).result()
+            found, error = slot.call("look", config, function).result()
         except slot.lost as lost:
             slot.renew()
             raise BackendError(f"the worker on {slot.name} was lost: {lost}") from None
@@ -191,12 +190,8 @@ class Lab:
             wanted.config,
             wanted.load,
             tuple(requests[i] for i in wanted.requests),
-            self._server_name(),
             self._off_answers.get(wanted.config.off()),
         )
-
-    def _server_name(self) -> str:
-        return f"{self.store.next_number():04d}-{time.time_ns()}"  # a killed run may have used the number
 
     def _record(self, key: str, wanted: Wanted, outcome: Outcome, slot: Slot) -> Trial:
         for note in outcome.notes:

@@ -125,8 +125,8 @@ def measure_all(slots: list[Slot], units: Iterable[Iterator[Order]]) -> Iterator
     """Each order's outcome as soon as it is there, with the slot it was measured on.
 
     A unit is what one slot measures one after the other: the loads of one server. It is taken when a slot is free. Where a slot's
-    worker is lost, the order under way and what is left of its unit go on elsewhere; an order that loses a second worker fails. A
-    slot that gets no other worker is taken out of `slots`.
+    worker is lost, the order under way and what is left of its unit go on with another worker, on a slot that is free; an order that
+    loses a second worker fails. A slot that gets no other worker is taken out of `slots`.
 
     Raises:
         BackendError: no slot is left.
