@@ -105,7 +105,7 @@ class LosslessnessAudit:
 
 def answers(endpoint: Endpoint, requests: Sequence[Request], seed: int, *, control: bool) -> dict[str, Answers]:
     """What a server answers greedily and, where requests ask for it, sampled; of off also the control in another batch shape."""
-    found = {"greedy": ask_all(endpoint, requests, at_once=AT_ONCE, gaps=control)}
+    found: dict[str, Answers] = {"greedy": ask_all(endpoint, requests, at_once=AT_ONCE, gaps=control)}
     sampling = [request for request in requests if request.sampling.get("temperature") != 0]
     if sampling:
         found["sampled"] = ask_all(endpoint, sampling, at_once=AT_ONCE, seed=seed)

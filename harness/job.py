@@ -50,6 +50,8 @@ def prepare(settings: RunSettings) -> Job:
         WorkloadError, ConfigError: what cannot work, in one line.
     """
     settings = replace(settings, model=resolve_model(settings.model), drafts=resolve_drafts(settings))
+    if settings.executor == "ray":  # whose workers run in another folder
+        settings = with_absolute_paths(settings)
     traces = load_traces(settings)
     parts = {name: split(trace, settings) for name, trace in traces.items()}
     for name, trace in traces.items() if set(settings.backends) != {"simulated"} else ():  # whose model is a world
@@ -183,6 +185,20 @@ def resolve_draft(variant: str, draft: str) -> str:
     from backends.reference.demo_heads import demo_head_dir
 
     return str(demo_head_dir(variant))
+
+
+def with_absolute_paths(settings: RunSettings) -> RunSettings:
+    """The same with checkpoints and engines that lie on this host by their absolute paths."""
+
+    def absolute(name: str) -> str:
+        return str(Path(name).absolute()) if Path(name).exists() else name
+
+    return replace(
+        settings,
+        model=absolute(settings.model),
+        drafts={variant: absolute(draft) for variant, draft in settings.drafts.items()},
+        engines={name: (absolute(command[0]), *command[1:]) for name, command in settings.engines.items()},
+    )
 
 
 def facts_of(traces: Mapping[str, Trace], max_output_tokens: int | None) -> WorkloadFacts:

@@ -1,5 +1,6 @@
 """A lab over slow simulated engines (real processes, real HTTP), for tests of where loads are measured."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,9 @@ REQUESTS = (0, 1, 2, 3)
 def write_world(folder: Path, step_s: float = 0.05) -> Path:
     """Steps so long that a busy machine does not make the client late."""
     drafts = {"ngram": Draft({"default": (0.6, 0.4, 0.3, 0.2)}), "suffix": Draft({"default": (0.5, 0.3, 0.2, 0.1)})}
-    world = World("slow", TargetCost(step_s, 0.0, 0.001, 0.001), drafts=drafts, limits=Limits(max_num_seqs=8, max_model_len=512))
+    world = World(
+        "slow", TargetCost(step_s, 0.0, 0.001, 0.001), drafts=drafts, limits=Limits(max_num_seqs=8, max_model_len=512)
+    )
     path = folder / "world.json"
     path.write_text(dump_world(world))
     return path
@@ -57,10 +60,16 @@ class SimulatedLab:
         return [Wanted(self.config(k), closed_load("trace.jsonl", concurrency), REQUESTS, "search", "search")]
 
 
+def wait_for_engines(folder: Path, count: int) -> list[psutil.Process]:
+    """Wait until so many engines run; they and their supervisors."""
+    deadline = time.monotonic() + 120
+    while len(found := engines_of(folder)) < 2 * count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
 def engines_of(folder: Path) -> list[psutil.Process]:
     """Processes of engines of this folder's world, and their supervisors."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(folder / "world.json") in part for part in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+    world = str(folder / "world.json")
+    return [p for p in psutil.process_iter(["cmdline"]) if any(world in part for part in p.info["cmdline"] or ())]

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +15,7 @@ from backends.types import BackendError, Endpoint, ServingConfig
 from harness.bench import Order, Outcome, Setup
 from harness.findings import closed_load
 from harness.slots import LocalSlot, Slot, measure_all
-from tests.harness.simulated_lab import SimulatedLab, engines_of
+from tests.harness.simulated_lab import SimulatedLab, engines_of, wait_for_engines
 
 
 class Gone(Exception):
@@ -66,7 +65,8 @@ def test_the_loads_of_a_server_stay_on_one_slot_in_their_order() -> None:
     chains = {"".join(slot.measured) for slot in (a, b)}
     assert any("123" in chain for chain in chains)
     assert any("456" in chain for chain in chains)
-    assert all(a.measured) and all(b.measured)
+    assert a.measured
+    assert b.measured
 
 
 def test_a_server_is_asked_for_only_when_a_slot_is_free_and_sees_all_results_before_it() -> None:
@@ -115,11 +115,9 @@ def visible(_: Endpoint) -> str:
 
 def kill_one_worker(folder: Path, killed: list[psutil.Process]) -> None:
     """Once two engines run, kill the worker process above one of them."""
-    deadline = time.monotonic() + 60
-    while len(workers := {engine.ppid() for engine in engines_of(folder) if is_supervisor(engine)}) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    victim = psutil.Process(max(workers))
+    engine = wait_for_engines(folder, 2)[-1]
+    supervisor = next(process for process in (engine, engine.parent()) if process and is_supervisor(process))
+    victim = psutil.Process(supervisor.ppid())
     killed += [victim, *victim.children(recursive=True)]
     victim.kill()
 
