@@ -78,8 +78,8 @@ class RaySlot:
 
     def _open(self) -> None:
         there = NodeAffinitySchedulingStrategy(self._node, soft=False)
-        actor = ray.remote(Worker).options(scheduling_strategy=there, max_restarts=0, **self._resources)
-        self._actor: Any = actor.remote(self._setup, os.environ.get(THREADS))
+        actor: Any = ray.remote(Worker).options(scheduling_strategy=there, max_restarts=0, **self._resources)
+        self._actor = actor.remote(self._setup, os.environ.get(THREADS))
         self.site = self._actor.site.remote()
 
 

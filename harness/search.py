@@ -12,20 +12,22 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import optuna
 import psutil
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from backends.types import ConfigError, ServingConfig
+from backends.types import BackendError, ConfigError, ServingConfig
 from harness.space import Space
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -53,6 +55,9 @@ class Cell:
 
 
 CellValue = tuple[float, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
+PATIENCE_S = 60.0  # that a database may take to come back
 Identity = Callable[[ServingConfig], object]
 IMPORTED = "imported_from"
 """Attribute of a trial that another study of the storage measured: the name of that study."""
@@ -82,14 +87,14 @@ class CellStudy:
         """The first of `queue`, or the sampler's own choice among the cells that are left."""
         while True:
             if queue:
-                self._study.enqueue_trial(queue[0].params())
-            trial = self._study.ask(self._axes)
-            trial.set_user_attr("owner", _owner())
+                _patiently(self._study.enqueue_trial, queue[0].params())
+            trial = _patiently(self._study.ask, self._axes)
+            _patiently(trial.set_user_attr, "owner", _owner())
             cell = self.todo.pop(_key(trial.params), None)
             if cell is not None:
-                trial.set_user_attr("identity", _hash(self._identity(cell.config)))
+                _patiently(trial.set_user_attr, "identity", _hash(self._identity(cell.config)))
                 return trial, cell
-            self._study.tell(trial, state=TrialState.FAIL)  # no such cell, or measured before: its value is known already
+            self._tell(trial, TrialState.FAIL)  # no such cell, or measured before: its value is known already
             self._misses += 1
             queue = queue[1:]
             if self._misses % 10 == 0:  # the sampler insists: hand it a cell that is not known
@@ -98,9 +103,9 @@ class CellStudy:
     def tell(self, trial: optuna.Trial, values: CellValue | None) -> None:
         """None where the cell could not be measured: FAIL, never a number. A cell that an earlier run told counts once."""
         if values is None or _key(trial.params) in self._told:
-            self._study.tell(trial, state=TrialState.FAIL)
+            self._tell(trial, TrialState.FAIL)
         else:
-            self._study.tell(trial, list(values))
+            self._tell(trial, TrialState.COMPLETE, list(values))
             self._told.add(_key(trial.params))
 
     def record(self, cell: Cell, values: CellValue | None) -> None:
@@ -116,7 +121,30 @@ class CellStudy:
         """Tell that the cells of `config` that are left will not be measured."""
         for cell in [cell for cell in self.todo.values() if cell.config == config]:
             trial, _ = self.ask([cell])
-            self._study.tell(trial, state=TrialState.PRUNED)
+            self._tell(trial, TrialState.PRUNED)
+
+    def _tell(self, trial: optuna.Trial, state: TrialState, values: list[float] | None = None) -> None:
+        """A trial that is told already, since only the database's answer was lost, stays as it is."""
+        _patiently(self._study.tell, trial, values, state, skip_if_finished=True)
+
+
+def _patiently(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`call`, and again while the database restarts.
+
+    Raises:
+        BackendError: it did not come back in time.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except StorageInternalError:
+            if time.monotonic() >= deadline:
+                raise BackendError(
+                    f"the database of --storage has not answered for {PATIENCE_S:.0f} s; what was measured is kept: the same "
+                    "command goes on from there"
+                ) from None
+            time.sleep(1.0)
 
 
 def _owner() -> dict[str, str | int | float]:
@@ -295,7 +323,7 @@ def open_storage(url: str | None, directory: Path) -> BaseStorage:
     """
     if url:
         try:
-            return optuna.storages.RDBStorage(url)
+            return optuna.storages.RDBStorage(url, engine_kwargs={"pool_pre_ping": True})  # connections die with a restart
         except (ImportError, SQLAlchemyError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(

@@ -5,13 +5,14 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
 import pytest
 
-from backends.types import ConfigError
+from backends.types import BackendError, ConfigError
 from harness.search import Cell, cells_of, open_storage, open_study, search
 from tests.harness.test_search import space, value
 
@@ -56,7 +57,29 @@ def postgres() -> Iterator[Postgres]:
         server.stop()
 
 
-def test_a_search_goes_on_after_the_database_was_restarted_and_counts_nothing_twice(postgres: Postgres, tmp_path: Path) -> None:
+def test_a_search_waits_for_a_database_that_restarts_and_counts_nothing_twice(postgres: Postgres, tmp_path: Path) -> None:
+    measured: list[Cell] = []
+
+    def measure(cell: Cell) -> tuple[float, ...]:
+        if len(measured) in (3, 8):
+            postgres.stop()
+            threading.Timer(1.5, postgres.start).start()
+        measured.append(cell)
+        return value(cell)
+
+    study = open_study(cells_of(space()), open_storage(postgres.url, tmp_path), strategy="tpe", seed=1, objectives=1)
+    assert search(space(), measure, study, strategy="tpe") == 16
+    assert len(set(measured)) == 16
+    states = [t.state.name for t in study._study.get_trials(deepcopy=False)]
+    assert states.count("COMPLETE") == 16
+    assert set(states) <= {"COMPLETE", "FAIL"}
+
+
+def test_a_search_goes_on_after_the_database_was_gone_and_counts_nothing_twice(
+    postgres: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.search.PATIENCE_S", 1.0)
+
     def run(stop_at: int | None) -> None:
         measured: list[Cell] = []
 
@@ -69,7 +92,7 @@ def test_a_search_goes_on_after_the_database_was_restarted_and_counts_nothing_tw
         study = open_study(cells_of(space()), open_storage(postgres.url, tmp_path), strategy="tpe", seed=1, objectives=1)
         search(space(), measure, study, strategy="tpe")
 
-    with pytest.raises(optuna.exceptions.StorageInternalError):
+    with pytest.raises(BackendError, match="has not answered for 1 s"):
         run(stop_at=5)
     postgres.start()
     storage = open_storage(postgres.url, tmp_path)
