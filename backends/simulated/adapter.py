@@ -66,7 +66,7 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
         argv=(*argv, *base_args),
         env={"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
         served_model=SERVED_MODEL,
-        ready_timeout_s=60.0 + load_world(config.model).startup_s,
+        ready_timeout_s=180.0 + load_world(config.model).startup_s,
     )
 
 

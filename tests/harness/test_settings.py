@@ -89,6 +89,9 @@ def settings(**changes: object) -> RunSettings:
         ({"slo": {"latency": 1.0}}, "--slo: unknown 'latency'"),
         ({"time_scale": 0.0}, "--time-scale"),
         ({"quantization": ("int3",)}, "reference has no 'int3'"),
+        ({"executor": "slurm"}, "--executor: unknown 'slurm'; choose from local, ray"),
+        ({"ray_address": "host:6379"}, "--ray-address: add --executor ray"),
+        ({"executor": "local", "endpoints": {"off": "http://a"}}, "--executor: servers named by --endpoint run already"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(changes: dict[str, object], message: str) -> None:
