@@ -7,6 +7,9 @@ A parent-death signal is not enough for this: it fires when the *thread* that st
 have it. Here the pipe's end, or another parent process than the one given, is the sign. As a child subreaper (Linux) this
 process inherits every orphan, so that a grandchild which forked twice and opened a session of its own is found all the same.
 
+The harness's own child is only a stand-in for the process that supervises: Ray, for one, kills the children of a worker that ends, with
+SIGKILL and none of their descendants.
+
 stdin   ``stop SECONDS``: end the engine, with that long between SIGTERM and SIGKILL; end of file: the harness died
 stdout  a JSON object a line: ``{"pid": 1}``, ``{"error": "..."}`` (no such command), ``{"exit": -9}``, ``{"survivors": [1]}``
 """
@@ -186,10 +189,31 @@ class Supervision:
             return
 
 
+def stand_in(parent: int) -> int:
+    """Leave this process as a child of `parent` that ends when it or the supervision does, and go on in a child of its own.
+
+    Returns the process id that is left behind, in the child.
+    """
+    left = os.getpid()
+    supervision = os.fork()
+    if not supervision:
+        return left
+    os.close(0)  # the pipes are the child's
+    os.close(1)
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(supervision, signal.SIGTERM))
+    while os.getppid() == parent:
+        ended, status = os.waitpid(supervision, os.WNOHANG)
+        if ended:
+            os._exit(max(0, os.waitstatus_to_exitcode(status)))
+        time.sleep(TICK_S)
+    os._exit(0)
+
+
 def main() -> int:
     parent, path, head, tail, *argv = sys.argv[1:]
-    become_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    left = stand_in(int(parent))
+    become_subreaper()
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     try:
@@ -198,7 +222,7 @@ def main() -> int:
         send({"error": error.strerror or str(error)})
         return 1
     os.close(write_end)
-    supervision = Supervision(engine, int(parent), read_end, BoundedLog(Path(path), int(head), int(tail)))
+    supervision = Supervision(engine, left, read_end, BoundedLog(Path(path), int(head), int(tail)))
     signal.signal(signal.SIGTERM, lambda *_: supervision.stop(ORPHAN_GRACE_S))
     send({"pid": engine})
     supervision.run()

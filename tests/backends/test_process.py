@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from backends.process import LOG_HEAD_BYTES, LOG_TAIL_BYTES, Server, free_port
@@ -116,6 +117,19 @@ def run_harness(folder: Path, behaviour: str) -> subprocess.Popen[str]:
     values = {"root": str(ROOT), "fake": str(FAKE), "port": str(free_port()), "behaviour": behaviour}
     code = HARNESS.format(**values, pids=str(folder / "pids"), folder=str(folder))
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_engine_ends_although_the_harness_was_killed_with_its_children(tmp_path: Path) -> None:
+    """As Ray does it to a worker that ends."""
+    with run_harness(tmp_path, "family") as harness:
+        assert harness.stdout
+        assert harness.stdout.readline() == "ready\n"
+        family = pids(tmp_path / "pids")
+        for child in psutil.Process(harness.pid).children():
+            child.kill()
+        harness.kill()
+    assert len(family) > 1
+    assert wait_until(lambda: not any(running(pid) for pid in family), 5)
 
 
 @pytest.mark.parametrize("behaviour", ["family", "family_hang"], ids=["while it serves", "while it starts"])

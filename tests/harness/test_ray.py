@@ -60,14 +60,14 @@ def test_every_load_is_measured_once_although_a_node_is_killed_and_no_engine_is_
         assert len(lab.slots) == 2
         done = list(lab.ahead(cells, made.wanted))
         left = [slot.name for slot in lab.slots]
-        again = [lab.run(wanted) for cell in done for wanted in made.wanted(cell)]
+        again = [lab.run(*wanted) for cell in done for wanted in made.wanted(cell)]
     killer.join()
     assert sorted(done) == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]
     assert [(trial.state, trial.reason) for trial in made.store.trials] == [("COMPLETE", None)] * 5
     assert sorted(trial.number for trial in again) == [0, 1, 2, 3, 4]  # found, not measured again
     assert len(left) == 1  # the other's node is gone
     assert notes == [f"slots: {notes[0].removeprefix('slots: ')}"]
-    assert len(killed) == 4
+    assert len(killed) >= 6
     _, alive = psutil.wait_procs([*killed, *engines_of(tmp_path)], timeout=10)
     assert not alive
 
