@@ -14,7 +14,7 @@ from backends.reference.demo_model import demo_model_dir
 from harness.gate.cli import gate
 from tests.audited import POOLS
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, str]
         yield {1: first.base_url, 4: second.base_url}
 
 
+def greedy_trace(folder: Path) -> Path:
+    """The pool's prompts, answered greedily: sampled text of a model this small hardly repeats anything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in (POOLS / "grounded.jsonl").read_text().splitlines()]
+    path = folder / "grounded.jsonl"
+    path.write_text("".join(json.dumps({**row, "temperature": 0}) + "\n" for row in rows))
+    return path
+
+
 def judged(baseline: str, candidate: str, out: Path) -> tuple[int, dict[str, Any]]:
     code = gate(
         baseline=baseline,
         candidate=candidate,
-        trace=str(POOLS / "grounded.jsonl"),
+        trace=str(greedy_trace(out)),
         requests=6,
         batch_sizes="2",
         max_output_tokens=48,
