@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.gate.metrics import label_of, metric_of
+from harness.gate.metrics import is_position, label_of, metric_of
 from harness.gate.statistics import Mean, blocks_to_decide, divergence_p, mean_of
 from harness.gate.types import Block, Comparison, Rules, Sample, Status
 
@@ -22,10 +22,14 @@ STATUS_ALPHA = 0.025
 
 def keys_of(blocks: Sequence[Block]) -> list[str]:
     """Metrics that every turn of every block has, in the order of the first."""
-    turns = [sample for block in blocks for sample in (*block.baseline, *block.candidate)]
+    turns = [sample for block in blocks for sample in _turns(block)]
     if not turns:
         return []
     return [key for key in turns[0].values if all(key in turn.values and _usable(key, turn) for turn in turns)]
+
+
+def _turns(block: Block) -> tuple[Sample, ...]:
+    return (*block.baseline, *block.candidate)
 
 
 def _usable(key: str, turn: Sample) -> bool:
@@ -33,8 +37,11 @@ def _usable(key: str, turn: Sample) -> bool:
 
 
 def gating(key: str, blocks: Sequence[Block]) -> bool:
-    """Whether a metric may turn the gate red: tails only with enough requests."""
+    """Whether a metric may turn the gate red: tails only with enough requests, position rates only where both sides draft equally
+    far. With a greater K steps begin elsewhere in the text, so that position 1 is accepted less often while tau rises."""
     metric = metric_of(key)
+    if is_position(key):
+        return len({frozenset(filter(is_position, turn.values)) for block in blocks for turn in _turns(block)}) == 1
     if not metric.tail:
         return metric.gates
     turns = [turn for block in blocks for turn in block.candidate]

@@ -39,6 +39,10 @@ def key(name: str, concurrency: int) -> str:
     return f"{name}@{concurrency}"
 
 
+def is_position(metric_key: str) -> bool:
+    return _POSITION.match(metric_key) is not None
+
+
 def metric_of(metric_key: str) -> Metric:
     """The table's row for a key; a position rate has one for each position."""
     name = metric_key.partition("@")[0]

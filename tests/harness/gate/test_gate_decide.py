@@ -175,3 +175,14 @@ def test_no_block_is_begun_that_would_not_fit_into_the_budget() -> None:
     run = gate(blocks(16, noise=0.11), budget_s=95)
     assert run.elapsed_s == 90
     assert run.stopped_by == "budget"
+
+
+def test_a_greater_k_is_judged_by_tau_and_not_by_where_its_steps_begin() -> None:
+    """Position 1 is accepted less often, because steps reach further; only the candidate has a position 2."""
+    found = [
+        Block(block.baseline, tuple(replace(turn, values={**turn.values, "position_2@8": 0.6}) for turn in block.candidate))
+        for block in blocks(8, position_1=0.9, tau=1.2)
+    ]
+    assert decide(found, Progress(fraction=0.35), 0.5, Rules()).verdict.outcome == "pass"
+    equally_far = blocks(8, position_1=0.9)
+    assert decide(equally_far, Progress(fraction=0.35), 0.5, Rules()).progress.suspects

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blocks import blocks
 
 from harness.gate.compare import changes
 from harness.gate.decide import decide
 from harness.gate.noise import MOST_FREEDOM, expectation, keep_noise, noise_file, read_noise
 from harness.gate.statistics import Noise, mean_of
 from harness.gate.types import Progress, Rules
+from tests.harness.gate.blocks import blocks
 
 REQUIRED = ("tau@8", "step@8", "e2e_p50@8", "throughput@8")
 
