@@ -33,7 +33,7 @@ def open_slots(
         note(
             f"{len(slots)} slots of {settings.tensor_parallel} GPUs"
             if len(slots) > 1
-            else "one slot: no second one's GPUs are here"
+            else "one slot: this host has no GPUs for a second one"
         )
     return slots, site_of(settings)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,11 +20,11 @@ from backends.types import ConfigError
 from harness.bench import Bench, Setup
 from harness.settings import RunSettings
 from harness.site import Site, site_of
-from harness.slots import Slot
+from harness.slots import ENGINE_ENDS_S, Slot
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
+    from ray.exceptions import ActorUnschedulableError, GetTimeoutError, ObjectLostError, RayActorError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError:
     raise ConfigError("--executor ray: Ray is not installed; install the extra 'ray'") from None
@@ -53,7 +54,7 @@ class Worker:
 
 
 class RaySlot:
-    lost = (RayError,)
+    lost = (RayActorError, ActorUnschedulableError, ObjectLostError)  # and no error that the worker's own code raised
 
     def __init__(self, setup: Setup, node: Mapping[str, Any], resources: Mapping[str, float]) -> None:
         self.name = f"{node['NodeManagerHostname']} ({node['NodeID'][:6]})"
@@ -66,6 +67,7 @@ class RaySlot:
 
     def renew(self) -> bool:
         self.close()
+        time.sleep(ENGINE_ENDS_S)
         self._open()
         try:
             ray.get(self.site, timeout=START_S)

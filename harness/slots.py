@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
@@ -19,6 +20,9 @@ from typing import Any, Protocol
 
 from backends.types import BackendError
 from harness.bench import Bench, Order, Outcome, Setup
+
+ENGINE_ENDS_S = 5.0
+"""After its worker was lost, a supervisor has ended its engine within this time; another one would find the GPU's memory taken."""
 
 
 class Slot(Protocol):
@@ -79,6 +83,7 @@ class LocalSlot:
 
     def renew(self) -> bool:
         self.close()
+        time.sleep(ENGINE_ENDS_S)
         self._open()
         return True
 
