@@ -145,8 +145,9 @@ def _sites(slots: Sequence[RaySlot], note: Callable[[str], None]) -> list[tuple[
         except GetTimeoutError:
             reason = f"{slot.name}: what it needs was in use by others for {START_S:.0f} s"
         except RayError as error:
+            lines = str(error).strip().splitlines()  # first who failed, last the exception
             reason = (
-                f"{slot.name}: cannot run the project ({str(error).strip().splitlines()[-1]}); install its requirements there"
+                f"{slot.name}: cannot run the project: {lines[0][:200]} {lines[-1][:200]}; see that its requirements are there"
             )
         else:
             continue

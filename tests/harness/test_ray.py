@@ -17,7 +17,10 @@ from harness.site import Site
 from harness.slots import Slot
 from tests.harness.simulated_lab import SimulatedLab, engines_of, wait_for_engines
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ |= {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}  # what else this host does is not its affair
 
 import ray
 from ray.cluster_utils import Cluster
