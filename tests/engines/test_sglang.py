@@ -74,13 +74,16 @@ def off(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 def reference_steps(target: Path, fields: dict[str, Any]) -> list[int]:
-    """Decode steps of each prompt on the reference engine of this repository, which shares no code with SGLang."""
+    """Decode steps of each prompt on the reference engine of this repository, which shares no code with SGLang.
+
+    It is asked for more tokens than are counted, since it drafts less deep where an answer is about to end.
+    """
     tokenizer, steps = AutoTokenizer.from_pretrained(target), []
     for prompt in PROMPTS:
         engine = Engine(EngineOptions(target, dtype="float32", max_num_seqs=1, max_model_len=256, **fields))
         ids = tuple(tokenizer(prompt)["input_ids"])
-        engine.add(GenerationRequest(prompt_ids=ids, max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
-        while engine.has_work:
+        engine.add(GenerationRequest(prompt_ids=ids, max_tokens=2 * TOKENS, temperature=0.0, ignore_eos=True))
+        while (engine.counters.generated_tokens or 0) < TOKENS:
             engine.step()
         steps.append(engine.counters.decode_steps)
     return steps
@@ -140,16 +143,20 @@ def test_a_variant_runs_is_lossless_and_its_tau_is_the_steps_counted_by_hand(
     with running(models[name], tmp_path, **fields) as endpoint:
         assert endpoint.warnings == ()
         before = counters(endpoint)
-        answers = [ask(endpoint, prompt, TOKENS) for prompt in PROMPTS]
+        # An n-gram drafter finds little in so short a text, and all of it when it has answered the same prompt before.
+        rounds = 2 if fields["variant"] == "ngram" else 1
+        answers = [ask(endpoint, prompt, TOKENS) for prompt in PROMPTS * rounds]
         window = counters(endpoint) - before
     steps = [answer.verify_steps or 0 for answer in answers]
     by_hand = sum(len(answer.ids) - 1 for answer in answers) / sum(steps)
     print(json.dumps({"case": case, "tau": by_hand, "verify_steps": steps}))
-    assert [answer.ids for answer in answers] == off(name).ids
+    assert [answer.ids for answer in answers] == off(name).ids * rounds
     assert window.decode_steps == sum(steps)
     assert window.tau == pytest.approx(by_hand)
     assert 1.0 <= by_hand <= fields["k"] + 1
-    if case == "draft_model":
+    if fields["variant"] == "ngram":
+        assert sum(steps[len(PROMPTS) :]) < sum(steps[: len(PROMPTS)]) / 2
+    elif case == "draft_model":
         assert steps == own_draft_steps(models[name], fields["k"], [answer.ids for answer in answers])
         assert by_hand > 3  # of at most 4
     elif fields["variant"] in ("eagle2", "eagle3"):
