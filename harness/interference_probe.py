@@ -36,7 +36,7 @@ class InterferenceProbe:
         self._keys: list[str] = []
 
     def run(self, config: ServingConfig) -> None:
-        for server in (config, config.off()):
+        for server in (config.off(), config):  # off is what a run measures last, so that its server is up
             for chunked in (server.chunked_prefill, not server.chunked_prefill):
                 self._look(replace(server, chunked_prefill=chunked))
 
