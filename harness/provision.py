@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,14 +85,20 @@ def points_of(findings: Findings, trace: str, config: ServingConfig) -> list[Poi
 
 
 def open_loops(findings: Findings, trace: Trace, config: ServingConfig) -> list[OpenLoop]:
-    """Every replay of the trace's arrivals on one server, at its own rate and at others; empty without limits."""
-    found = []
+    """Every replay of the trace's arrivals on one server, at its own rate and at others; empty without limits.
+
+    A rate above what closed loops complete, where more in flight no longer raises it, is a queue that grows for ever: a replay
+    may be too short, or the limits of the wrong kind (TPOT), to show that.
+    """
+    points, found = points_of(findings, trace.name, config), []
+    most = 1.05 * max(p.requests_per_s for p in points) if is_saturated(points) else math.inf
     for trial in findings.trials if findings.settings.slo else ():
         if trial.measured and trial.config == config and (trial.load.trace, trial.load.mode) == (trace.name, "trace"):
             asked = demand(trace.arrivals_s[list(trial.requests)])
             if asked:
-                broken = tuple(_broken(trial, findings.settings.slo))
-                found.append(OpenLoop(asked.mean_rps / (trial.load.time_scale or 1.0), broken, trial.number))
+                rate = asked.mean_rps / (trial.load.time_scale or 1.0)
+                broken = _broken(trial, findings.settings.slo) + (["saturation"] if rate > most else [])
+                found.append(OpenLoop(rate, tuple(broken), trial.number))
     return found
 
 

@@ -200,7 +200,9 @@ def test_a_request_that_was_not_answered_breaks_every_limit() -> None:
         metrics={"requests": counts, "tpot_s": summary},
     )
     trace = SimpleNamespace(name="t.jsonl", arrivals_s=np.array([0.0, 1.0, 4.0]))
-    findings = SimpleNamespace(settings=SimpleNamespace(slo={"tpot_p95": 0.04}), trials=[trial])
+    findings = SimpleNamespace(
+        settings=SimpleNamespace(slo={"tpot_p95": 0.04}), trials=[trial], space=SimpleNamespace(batch_sizes=())
+    )
     assert open_loops(findings, trace, trial.config) == [OpenLoop(1.0, ("requests not answered",), 3)]  # type: ignore[arg-type]
     findings.trials = [replace(trial, metrics={"requests": {"sent": 40, "completed": 40}, "tpot_s": summary})]
     assert open_loops(findings, trace, trial.config) == [OpenLoop(1.0, (), 3)]  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class VirtualLab:
         metrics = {
             "requests": {"sent": len(indices), "completed": len(indices)},
             "e2e_s": {"p50": p50, "p95": p95},
-            "requests_per_s": (load.concurrency or 0) / run.e2e_s.mean(),
+            "requests_per_s": len(indices) / run.last_token_s.max(),
             "output_tokens_per_s": run.output_tokens_per_s,
         }
         state: Any = "FAIL" if self.fails and stage == CAPACITY_STAGE else "COMPLETE"
@@ -74,14 +74,14 @@ class VirtualLab:
         return trial
 
 
-def virtual(slo_s: float) -> tuple[VirtualLab, Findings, SimpleNamespace]:
+def virtual(slo_s: float, batch_sizes: tuple[int, ...] = (1, 4, 8)) -> tuple[VirtualLab, Findings, SimpleNamespace]:
     """A lab, findings that hold the closed loops of both servers, and the trace."""
     arrivals = arrivals_of(80)
     settings = SimpleNamespace(slo={"e2e_p95": slo_s}, time_scale=1.0)
-    findings = Findings(settings, SimpleNamespace(batch_sizes=(1, 4, 8)), lambda trial: None)  # type: ignore[arg-type]
+    findings = Findings(settings, SimpleNamespace(batch_sizes=batch_sizes), lambda trial: None)  # type: ignore[arg-type]
     lab = VirtualLab(findings, arrivals)
     for config, stage in ((OFF, "baseline"), (ON, "search")):
-        for batch in (1, 4, 8):
+        for batch in batch_sizes:
             lab.run(config, closed_load("t", batch), range(80), "search", stage)
     return lab, findings, SimpleNamespace(name="t", arrivals_s=arrivals)
 
@@ -102,6 +102,18 @@ def test_the_bracket_holds_the_rate_at_which_the_limit_really_breaks(slo_s: floa
         breaks = rates[meets.index(False)]
         assert passing.requests_per_s < breaks * 1.1  # p95 of a finite replay is not monotone to the last per cent
         assert breaks <= failing.requests_per_s
+
+
+def test_more_than_saturated_closed_loops_complete_is_a_failure_even_where_a_short_replay_meets_the_limit() -> None:
+    lab, findings, trace = virtual(100.0, (1, 4, 8, 16))  # 16 in flight are 8 that run and 8 that wait
+    bracket_capacity(lab, findings, ON, {"t": trace}, {"t": range(80)}, lambda: False)  # type: ignore[arg-type, dict-item]
+    for config in (OFF, ON):
+        passing, failing = bracket(open_loops(findings, trace, config))  # type: ignore[arg-type]
+        closed = [t.metrics["requests_per_s"] for t in findings.trials if t.config == config and t.load.mode == "closed"]  # type: ignore[index]
+        assert passing is not None
+        assert failing is not None
+        assert failing.broken == ("saturation",)
+        assert passing.requests_per_s <= 1.05 * max(closed) < failing.requests_per_s
 
 
 def test_a_replay_that_cannot_be_measured_ends_the_search_and_gives_no_number() -> None:
