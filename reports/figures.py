@@ -297,7 +297,7 @@ def replicas(chart_id: str, sides: Mapping[str, Sequence[Mapping[str, Any]]], *,
         ax.set_xscale("log", base=2)
         ax.set_xticks(scales, [f"{scale:g}" for scale in scales])
         ax.minorticks_off()
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.3 * max(row["replicas_peak"] for fleet in sides.values() for row in fleet))
         ax.yaxis.get_major_locator().set_params(integer=True)
         ax.set_xlabel("time × (0.5: twice the load)")
         ax.set_ylabel("replicas")
