@@ -44,9 +44,9 @@ $(SGLANG_VENV)/.installed:
 	bash tests/engines/install_sglang.sh $(SGLANG_VENV)
 	touch $@
 
-# The engine against itself must not be red, and a spoiled drafter must be; some ten minutes.
+# The engine against itself must not be red, and a spoiled drafter must be; five to fifteen minutes.
 gate-check: $(VENV)/.installed-test
-	$(PY) -m benchmarks.gate_real --equal 1 --faults draft --out runs/gates
+	$(PY) -m benchmarks.gate_real --equal 1 --faults draft --budget 8m --out runs/gates
 
 lint: $(VENV)/.installed-test
 	$(PY) -m ruff check .
