@@ -30,10 +30,9 @@ from harness import ray_slots
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1)
         yield cluster
     finally:
         ray.shutdown()
