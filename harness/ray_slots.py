@@ -6,6 +6,7 @@ it when the coordinator dies; its engine is supervised on its node and ends with
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -43,6 +44,8 @@ class Worker:
         os.environ.pop(THREADS, None)
         if threads is not None:
             os.environ[THREADS] = threads
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray makes its workers, and so their engines, wait for all else (nice 15)
         self._settings = setup.settings
         self._bench = Bench(replace(setup, folder=Path(tempfile.mkdtemp(prefix="spectune-"))))
 

@@ -17,10 +17,8 @@ from harness.site import Site
 from harness.slots import Slot
 from tests.harness.simulated_lab import SimulatedLab, engines_of, wait_for_engines
 
-os.environ |= {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-}  # what else this host does is not its affair
+# What else this host does is neither a reason to kill workers nor one to let them wait.
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
 
 import ray
 from ray.cluster_utils import Cluster
