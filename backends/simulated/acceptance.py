@@ -12,6 +12,7 @@ from scipy.special import ndtr, ndtri
 from backends.simulated.world import DEFAULT_CATEGORY, Draft
 
 BLOCK = 1 << 16
+_LUCK, _WEIGHTS = np.polynomial.hermite_e.hermegauss(21)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,6 @@ def expected_steps_per_token(rates: Sequence[float], dispersion: float) -> float
     """E[1 ÷ τ] over requests: an unlucky request needs more steps than a lucky one saves (Gauss-Hermite over the requests' luck)."""
     if not dispersion:
         return 1.0 / (1.0 + sum(rates))
-    luck, weights = np.polynomial.hermite_e.hermegauss(21)
     thresholds = ndtri(np.array(rates))[:, None]
-    taus = 1.0 + ndtr((thresholds - np.sqrt(dispersion) * luck) / np.sqrt(1.0 - dispersion)).sum(axis=0)
-    return float(weights @ (1.0 / taus) / weights.sum())
+    taus = 1.0 + ndtr((thresholds - np.sqrt(dispersion) * _LUCK) / np.sqrt(1.0 - dispersion)).sum(axis=0)
+    return float(_WEIGHTS @ (1.0 / taus) / _WEIGHTS.sum())

@@ -22,6 +22,7 @@ from backends.simulated.prefix_cache import PrefixCache
 from backends.simulated.world import World, step_cost
 
 NOISE_BLOCK = 4096
+LONG_RUN = 64  # decode steps without an event from which on they are computed as arrays
 WATERMARK = 0.01  # share of the KV cache kept free at admission, so that a preempted sequence is not admitted again at once
 
 
@@ -254,6 +255,13 @@ class Scheduler:
         done = 0
         if self._steady:
             base, slope = base * self._run_factor, slope * self._run_factor
+            if count >= LONG_RUN:
+                contexts = np.add.accumulate(np.concatenate([[context], np.full(count, growth)]))
+                times = np.add.accumulate(np.concatenate([[now], base + slope * contexts[:-1]]))[1:]
+                done = min(int(np.searchsorted(times, until_s)) + 1, count)  # as the loop below would
+                ends += times[:done].tolist()
+                now, context = ends[-1], float(contexts[done])
+                count = done
             while done < count:
                 now += base + slope * context
                 context += growth

@@ -98,6 +98,7 @@ def simulate(
     draft = world.drafts.get(variant)
     sequences = _sequences(requests, scheduler, Acceptance(draft, k, seed) if luck else ExpectedAcceptance(draft, k))
     if concurrency is None:
+        _check_arrivals(requests)
         _open_loop(scheduler, sequences)
     else:
         _closed_loop(scheduler, sequences, concurrency)
@@ -108,11 +109,7 @@ def _sequences(
     requests: Ordered[SimulatedRequest], scheduler: Scheduler, acceptance: Acceptance | ExpectedAcceptance
 ) -> list[Sequence]:
     sequences = []
-    earlier = 0.0
     for index, request in enumerate(requests):
-        if request.arrival_s < earlier:
-            raise ConfigError(f"request {index} arrives at {request.arrival_s} s, before the one in front of it")
-        earlier = request.arrival_s
         reason = scheduler.refuses(request.input_tokens, request.output_tokens)
         if reason or request.input_tokens < 1 or request.output_tokens < 1:
             raise ConfigError(f"request {index}: {reason or 'needs at least one input and one output token'}")
@@ -128,6 +125,14 @@ def _sequences(
             )
         )
     return sequences
+
+
+def _check_arrivals(requests: Ordered[SimulatedRequest]) -> None:
+    earlier = 0.0
+    for index, request in enumerate(requests):
+        if request.arrival_s < earlier:
+            raise ConfigError(f"request {index} arrives at {request.arrival_s} s, before the one in front of it")
+        earlier = request.arrival_s
 
 
 def _open_loop(scheduler: Scheduler, sequences: list[Sequence]) -> None:

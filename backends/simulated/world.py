@@ -12,6 +12,7 @@ mixture-of-experts model reads the experts that T tokens touch: 1 − (1 − sha
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -79,9 +80,13 @@ class Limits:
     prefix_caching: bool = True
     kv_capacity_tokens: int = 500_000
     kv_block_tokens: int = 16  # granularity of prefix hits
-    graph_batches: tuple[int, ...] = ()  # captured batch sizes; a batch is padded to the next; empty: no padding
+    graph_batches: tuple[int, ...] = ()  # captured batch sizes, rising; a batch is padded to the next; empty: no padding
     graph_max_tokens: int | None = None  # a decode step that verifies more tokens than this fits no captured graph
     max_model_len: int = 131_072
+
+    def __post_init__(self) -> None:
+        if list(self.graph_batches) != sorted(self.graph_batches):
+            raise ValueError("graph_batches must rise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +134,10 @@ def step_cost(world: World, variant: str, k: int, *, batch: int, prefill_tokens:
     cost, draft = world.target, world.drafts.get(variant)
     padded, eager = batch, False
     if batch and world.limits.graph_batches:
-        fitting = [size for size in world.limits.graph_batches if size >= batch]
-        most = world.limits.graph_max_tokens
-        eager = not fitting or prefill_tokens > 0 or (most is not None and min(fitting) * (1 + k) > most)
-        padded = batch if eager else min(fitting)
+        captured, most = world.limits.graph_batches, world.limits.graph_max_tokens
+        at = bisect_left(captured, batch)
+        eager = at == len(captured) or prefill_tokens > 0 or (most is not None and captured[at] * (1 + k) > most)
+        padded = batch if eager else captured[at]
     # A drafter that drafts in only some steps verifies that many fewer tokens, on average.
     tokens = padded * (1 + k * (draft.draft_rate if draft else 1.0))
     touched = 1.0 - (1.0 - cost.expert_share) ** (tokens + prefill_tokens)
