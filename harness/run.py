@@ -227,7 +227,7 @@ class Run:
 
     def _after_confirmation(self, finalists: Sequence[ServingConfig], server: ServingConfig) -> None:
         """What else is measured while a confirmed server runs: the trace's own load, and the audit's answers."""
-        if server in finalists:
+        if server != server.off():
             for name in self.parts:
                 for replay in self._replays_of(server, name, "confirm"):
                     self.lab.run(*replay)
@@ -242,6 +242,7 @@ class Run:
         for name, parts in self.parts.items():
             load = closed_load(name, self.space.batch_sizes[-1])
             self.lab.run(config.off(), load, parts.search, "baseline", "baseline_last")
+        self.losslessness.off(config)  # if its last round ended without off
         if self.settings.slo:
             self.progress.stage("capacity")
             requests = {name: part.confirm for name, part in self.parts.items() if self._has_arrivals(name)}

@@ -24,8 +24,6 @@ from harness.statistics import Estimate
 PARALLEL_VARIANTS = frozenset({"p_eagle", "dflash", "dspark"})
 PARALLEL_SD = 0.03
 """Relative uncertainty of τ when K is doubled or halved from the one measured, for drafters whose draft depends on K."""
-TIGHT = 0.03
-"""Half-width of τ's interval, relative, at which sampling may stop."""
 
 DraftKey = tuple[str, str | None, str, int, int | None]
 
@@ -66,12 +64,6 @@ class Curve:
         rate = self.rates[position - 1]
         half = 1.96 * math.sqrt(self.inflation * rate * (1 - rate) / self.steps[position - 1])
         return Estimate(rate, (max(0.0, rate - half), min(1.0, rate + half)))
-
-    @property
-    def tight(self) -> bool:
-        """Whether more requests would tell little more."""
-        tau = self.tau(len(self.rates))
-        return tau.ci95 is not None and tau.ci95[1] - tau.ci95[0] <= 2 * TIGHT * tau.value
 
 
 class Acceptances(Protocol):

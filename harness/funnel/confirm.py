@@ -1,121 +1,134 @@
 """Confirmation: finalists and off, measured again in turn on requests that the search has not seen.
 
 Rounds are server lifetimes: each finalist and off once per round, the order reversed every other round, so that what drifts hits all
-alike. It ends when the best is apart from off and from the other finalists, or equal to them within `TIE`, or the rounds are used up.
+alike. After each round the funnel learns its loads, which may make another configuration a finalist. It ends when no other is
+expected to gain over the best and the best is apart from off or equal to it, or when the rounds are used up.
+
+The winner is chosen by all that was measured, in search and confirmation. Its speed-up, and whether it is clear, come from the
+confirmation alone: what the search picked for its luck has none of that luck here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backends.types import ServingConfig
-from harness.funnel.observation import Measure, Observation, Workload
+from harness.funnel.observation import Array, Observation, Workload
+from harness.funnel.search import MAX_FINALISTS, Funnel
 from harness.statistics import Estimate
 
-TIE = 0.01
+TIE = 0.005
 """Log speed-ups within this are equal: the smaller K wins, then off."""
-SERVER_SD = 0.008
-"""What two starts of one server differ by, relative; joined to every interval, since one round cannot show it."""
-
-
+EQUAL = 0.02
+"""Two configurations are equal where the interval of their difference ends within this of 0 on both sides."""
+SERVER_SD, PRIOR_REPEATS = 0.008, 4
+"""What two starts of one server differ by, relative, before repeats have shown it, and how many repeats that is worth."""
 SURPRISE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
     winner: ServingConfig  # off where nothing is better
-    clear: bool  # the winner is apart from all others, or equal to them within `TIE`
+    clear: bool  # the winner is apart from all others, or equal to them
     speedups: dict[ServingConfig, Estimate]  # log speed-up over off
     rounds: int
 
 
 def confirm(
-    expected: Mapping[ServingConfig, tuple[float, float]],
-    off: ServingConfig,
-    workloads: Sequence[Workload],
-    measure: Measure,
+    funnel: Funnel,
+    finalists: Sequence[ServingConfig],
     requests: Callable[[int], int],
     *,
     least_weight: float,
     max_rounds: int = 3,
-    after: Callable[[ServingConfig, int], None] = lambda config, rounds: None,
-    stop: Callable[[], bool] = lambda: False,
+    after: Callable[[ServingConfig], None] = lambda config: None,
 ) -> Confirmed:
-    """Measure until it is decided. Batch sizes of less than `least_weight` in every trace are left out.
+    """Measure until it is decided, `requests(batch size)` requests a load. Batch sizes of less than `least_weight` in every trace are
+    left out.
 
-    `expected` holds the finalists with the search's log speed-up and its standard deviation; a round that contradicts it calls for
-    another. `after` is called with each server that was measured, while it runs, and the number of rounds before.
+    A round that contradicts the search calls for another. `after` is called once with each server that was measured, while it runs.
     """
-    finalists = list(expected)
+    workloads = funnel.workloads
     batches = [b for b in sorted({b for w in workloads for b in w.weights}) if _weight(workloads, b) >= least_weight]
-    alive: list[ServingConfig] = list(finalists)
+    alive = list(finalists)
+    expected: dict[ServingConfig, tuple[float, float]] = {}
     loads: list[Observation] = []
-    rounds = 0
+    seen: set[ServingConfig] = set()
+    result = Confirmed(funnel.off, True, {}, 0)
     while alive:
-        order = [*alive, off] if rounds % 2 == 0 else [off, *reversed(alive)]
-        for config in order:
+        expected = {config: _expected(funnel, config) for config in alive} | expected
+        before = len(loads)
+        for config in [*alive, funnel.off] if result.rounds % 2 == 0 else [funnel.off, *reversed(alive)]:
             for batch in batches:
-                found = measure(config, batch, f"confirm{rounds + 1}", requests(batch))
+                found = funnel.measure(config, batch, f"confirm{result.rounds + 1}", requests(batch))
                 loads += found.values() if found else ()
-            after(config, rounds)
-        rounds += 1
-        against_off = {config: compare(loads, config, off, workloads) for config in finalists}
-        best = max(alive, key=lambda config: against_off[config].value)
-        against_best = {config: compare(loads, best, config, workloads) for config in finalists if config != best}
-        result = _judge(off, best, against_off, against_best, rounds)
-        surprised = any(_surprising(against_off[config], *expected[config]) for config in alive)
-        if (result.clear and not surprised) or rounds >= max_rounds or stop():
-            return result
-        alive = [config for config in alive if config == best or not _apart(against_best[config])]
-    return Confirmed(off, True, {}, 0)
+            if config not in seen:
+                after(config)
+                seen.add(config)
+        funnel.learn(loads[before:])
+        result = _judge(funnel, loads, list(expected), result.rounds + 1)
+        surprised = any(_surprising(result.speedups[config], *expected[config]) for config in alive)
+        leader = max(expected, key=lambda config: _expected(funnel, config)[0])
+        rivals = funnel.rivals(leader if _expected(funnel, leader)[0] > 0 else funnel.off)
+        told = _apart(result.speedups[leader]) or _equal(result.speedups[leader])
+        if (told and not rivals and not surprised) or result.rounds >= max_rounds or funnel.stop():
+            break
+        alive = [leader, *(config for config in rivals if config != leader)][:MAX_FINALISTS]
+    return result
 
 
 def compare(
     loads: Sequence[Observation], config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]
 ) -> Estimate:
     """Log speed-up of `config` over `other`: mean over paired requests of log(E2E of other ÷ E2E of config), weighted by batch
-    sizes, with its interval over requests and server starts. NaN where they share no load."""
+    sizes, with its interval over requests and server starts. NaN where they share no load.
+
+    A request that several rounds measured counts once, with its mean. What server starts add is the rounds' spread, of which a few
+    rounds say little: it is pooled with `SERVER_SD` as an inverse-gamma prior would be.
+    """
     value = variance = total = 0.0
-    rounds = 1
+    rounds: dict[int, float] = {}  # weighted sums of each round
     for workload in workloads:
         for batch, weight in workload.weights.items():
-            pairs = [
-                _paired(a, b)
-                for a, b in zip(_of(loads, config, batch, workload), _of(loads, other, batch, workload), strict=False)
-            ]
-            pairs = [p for p in pairs if len(p)]
+            sides = (_of(loads, config, batch, workload), _of(loads, other, batch, workload))
+            pairs = [found for a, b in zip(*sides, strict=False) if (found := _paired(a, b))]
             if not pairs:
                 continue
-            rounds = max(rounds, len(pairs))
-            gains = np.concatenate(pairs)
+            gains = _by_request(pairs)
             value += weight * float(gains.mean())
             variance += weight**2 * float(gains.var(ddof=1)) / len(gains) if len(gains) > 1 else weight**2
             total += weight
+            for i, found in enumerate(pairs):
+                rounds[i] = rounds.get(i, 0.0) + weight * float(np.mean(list(found.values())))
     if not total:
         return Estimate(math.nan)
-    half = 1.96 * math.sqrt(variance / total**2 + 2 * SERVER_SD**2 / rounds)
+    means = np.array(list(rounds.values())) / total
+    spread = PRIOR_REPEATS * 2 * SERVER_SD**2 + float(((means - means.mean()) ** 2).sum())
+    servers = spread / (PRIOR_REPEATS + len(means) - 1) / len(means)
+    half = 1.96 * math.sqrt(variance / total**2 + servers)
     return Estimate(value / total, (value / total - half, value / total + half))
 
 
-def _judge(
-    off: ServingConfig,
-    best: ServingConfig,
-    against_off: Mapping[ServingConfig, Estimate],
-    against_best: Mapping[ServingConfig, Estimate],
-    rounds: int,
-) -> Confirmed:
-    """`best` has the best speed-up; of those within `TIE` of it the smallest K wins, and off where that is not above 1."""
-    near = [config for config, found in against_off.items() if found.value >= against_off[best].value - TIE]
-    if not near:  # nothing could be measured
-        return Confirmed(off, False, dict(against_off), rounds)
-    winner = min(near, key=lambda config: config.k)
-    clear = all(_apart(found) or _equal(found) for found in [against_off[winner], *against_best.values()])
-    ci95 = against_off[winner].ci95
-    return Confirmed(winner if ci95 and ci95[0] > 0 else off, clear, dict(against_off), rounds)
+def _judge(funnel: Funnel, loads: Sequence[Observation], configs: Sequence[ServingConfig], rounds: int) -> Confirmed:
+    """Of those within `TIE` of the best the smallest K wins, off where that gains no more than `TIE`."""
+    speedups = {config: compare(loads, config, funnel.off, funnel.workloads) for config in configs}
+    gains = {c: _expected(funnel, c)[0] for c in configs if not math.isnan(speedups[c].value)}
+    if not gains:  # nothing could be measured
+        return Confirmed(funnel.off, False, speedups, rounds)
+    near = [config for config, gain in gains.items() if gain >= max(gains.values()) - TIE]
+    best = min(near, key=lambda config: config.k)
+    others = [speedups[best], *(compare(loads, best, config, funnel.workloads) for config in gains if config != best)]
+    clear = all(_apart(found) or _equal(found) for found in others)
+    return Confirmed(best if gains[best] > TIE else funnel.off, clear, speedups, rounds)
+
+
+def _expected(funnel: Funnel, config: ServingConfig) -> tuple[float, float]:
+    """Log speed-up by all loads and its standard deviation."""
+    return funnel.scores.of(config) if config in funnel.scores.configs else (0.0, math.inf)
 
 
 def _surprising(found: Estimate, mean: float, sd: float) -> bool:
@@ -131,7 +144,7 @@ def _apart(found: Estimate) -> bool:
 
 
 def _equal(found: Estimate) -> bool:
-    return found.ci95 is not None and found.ci95[0] > -2 * TIE and found.ci95[1] < 2 * TIE
+    return found.ci95 is not None and found.ci95[0] > -EQUAL and found.ci95[1] < EQUAL
 
 
 def _weight(workloads: Sequence[Workload], batch: int) -> float:
@@ -142,7 +155,15 @@ def _of(loads: Sequence[Observation], config: ServingConfig, batch: int, workloa
     return [o for o in loads if (o.config, o.batch_size, o.workload) == (config, batch, workload.name)]
 
 
-def _paired(on: Observation, off: Observation) -> np.ndarray:
+def _paired(on: Observation, off: Observation) -> dict[int, float]:
+    """Log speed-up by request, of those that both served."""
     places = {request: i for i, request in enumerate(off.requests)}
-    rows = [(i, places[r]) for i, r in enumerate(on.requests) if r in places]
-    return np.array([math.log(off.e2e_s[j] / on.e2e_s[i]) for i, j in rows])
+    return {r: math.log(off.e2e_s[places[r]] / on.e2e_s[i]) for i, r in enumerate(on.requests) if r in places}
+
+
+def _by_request(pairs: Iterable[dict[int, float]]) -> Array:
+    found: dict[int, list[float]] = {}
+    for gains in pairs:
+        for request, gain in gains.items():
+            found.setdefault(request, []).append(gain)
+    return np.array([np.mean(values) for values in found.values()])

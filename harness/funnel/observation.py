@@ -42,6 +42,11 @@ class Observation:
         return float((self.e2e_s - self.ttft_s).sum() / self.decode_steps)
 
     @property
+    def busy_s(self) -> float:
+        """How long all slots were busy with these requests."""
+        return float(self.e2e_s.sum()) / self.batch_size
+
+    @property
     def mean_batch(self) -> float:
         """Sequences that decode at once: the slots less those that wait for their first token (Little's law, all slots busy)."""
         return float(self.batch_size * (self.e2e_s - self.ttft_s).sum() / self.e2e_s.sum())

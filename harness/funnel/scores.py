@@ -31,10 +31,10 @@ class Scores:
         i = self.configs.index(config)
         return float(self.mean[i]), math.sqrt(self.covariance[i, i])
 
-    def expected_gain(self, over: ServingConfig) -> Array:
-        """E[max(0, score − score of `over`)] for every configuration, in log speed-up."""
+    def expected_gain(self, over: ServingConfig, margin: float) -> Array:
+        """E[max(0, score − score of `over` − `margin`)] for every configuration, in log speed-up."""
         i = self.configs.index(over)
-        difference = self.mean - self.mean[i]
+        difference = self.mean - self.mean[i] - margin
         variance = np.diag(self.covariance) + self.covariance[i, i] - 2 * self.covariance[i]
         sd = np.sqrt(np.maximum(variance, 1e-12))
         z = difference / sd

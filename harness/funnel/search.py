@@ -24,13 +24,19 @@ from harness.funnel.prediction import Grid, predict_grid, ratios
 from harness.funnel.scores import Scores, score
 from harness.funnel.step_cost import StepCost, fit
 
-LEAST_GAIN = 0.004
-"""Expected gain in log speed-up below which nothing more is measured."""
+MARGIN, LEAST_GAIN = 0.01, 0.003
+"""In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
+LOST = 0.02
+"""A configuration is given up when it is slower than the best by more than this on paired requests, in log: one load is not all."""
 MAX_FINALISTS = 2
 PROBE_BATCH, PROBE_REQUESTS, LEAST_REQUESTS = 32, 64, 8
 """Acceptance is probed at this batch size, or the largest that matters if that is larger: tokens are cheap there."""
+
+
+START_SHARE, MAX_REQUESTS = 0.1, 128
+"""A load may have as many requests as take this share of a server's start: a short load saves nothing and is mostly noise."""
 
 
 def requests_of(batch_size: int, least: int = LEAST_REQUESTS) -> int:
@@ -95,6 +101,11 @@ class Funnel:
         """Predictions for every batch size, from all loads: for those who want to see them."""
         self._predict(self._all_batches)
 
+    def learn(self, loads: Sequence[Observation]) -> None:
+        """Take in what was measured elsewhere, and predict and score again."""
+        self.loads += loads
+        self._predict(list(dict.fromkeys(batch for _, batch, _ in self.grid)))
+
     @property
     def batch_sizes(self) -> list[int]:
         """Batch sizes that are measured in the search."""
@@ -108,13 +119,18 @@ class Funnel:
     def finalists(self) -> list[ServingConfig]:
         """The best measured configuration and those that may yet be better, best first; empty where off is best beyond doubt."""
         best = self.incumbent()
-        gains = self.scores.expected_gain(best)
-        measured = {load.config for load in self.loads if load.config.k}
-        chosen = [
+        found = [best] if best.k else []
+        return sorted([*found, *self.rivals(best)], key=lambda config: -self.scores.of(config)[0])[:MAX_FINALISTS]
+
+    def rivals(self, of: ServingConfig) -> list[ServingConfig]:
+        """Measured configurations that may yet turn out better than `of`, best first."""
+        gains = self.scores.expected_gain(of, MARGIN)
+        measured = {load.config for load in self.loads if load.config.k} - {of}
+        found = [
             config for config, gain in zip(self.scores.configs, gains, strict=True)
-            if config in measured and (config == best or gain > LEAST_GAIN) and not self._is_pruned(config)
+            if gain > LEAST_GAIN and config in measured and not self._is_pruned(config)
         ]  # fmt: skip
-        return sorted(chosen, key=lambda config: -self.scores.of(config)[0])[:MAX_FINALISTS]
+        return sorted(found, key=lambda config: -self.scores.of(config)[0])
 
     def incumbent(self) -> ServingConfig:
         """The measured configuration with the best score, off included."""
@@ -159,7 +175,7 @@ class Funnel:
         matter = self.batch_sizes
         wide = max([matter[-1], *(b for b in self._all_batches if b <= PROBE_BATCH)])
         least = {wide: PROBE_REQUESTS}
-        return [Planned(deepest, b, requests_of(b, least.get(b, LEAST_REQUESTS))) for b in dict.fromkeys((wide, matter[0]))]
+        return [Planned(deepest, b, self.requests(b, least.get(b, LEAST_REQUESTS))) for b in dict.fromkeys((wide, matter[0]))]
 
     def _probe_drafter(self, key: DraftKey, configs: Sequence[ServingConfig]) -> None:
         for probe in self._probes_of(configs):
@@ -189,6 +205,12 @@ class Funnel:
         loads = [load for load in self.loads if load.config.k and draft_key(load.config) == key and load.workload == workload]
         return from_loads(loads) if loads else self.recorded.get((key, workload))
 
+    def _curves(self) -> dict[tuple[DraftKey, str], Curve]:
+        """Of every drafter and workload, as far as known."""
+        keys = [draft_key(configs[0]) for configs in self.drafters]
+        found = {(key, workload.name): self.curve(key, workload.name) for key in keys for workload in self.workloads}
+        return {at: curve for at, curve in found.items() if curve is not None}
+
     def speedups(self, workload: str) -> dict[tuple[ServingConfig, int], tuple[float, float]]:
         """Log speed-up over off and its standard deviation for each cell: predicted, corrected by all loads."""
         rows, covariance = self.calibration.rows, self.calibration.covariance
@@ -207,34 +229,24 @@ class Funnel:
     def _predict(self, batches: Sequence[int]) -> None:
         self.cost = fit(self.loads)
         alive = [self.off, *(c for c in self.candidates if not self._is_pruned(c))]
-        acceptance = {
-            (draft_key(config), workload.name): self.curve(draft_key(config), workload.name)
-            for config in alive[1:]
-            for workload in self.workloads
-        }
+        acceptance = self._curves()
         self.ratios = []
         self.grid = predict_grid(
             alive,
             batches,
             self.workloads,
             self.cost,
-            lambda config, workload: acceptance[draft_key(config), workload],
+            lambda config, workload: acceptance.get((draft_key(config), workload)),
             kv_cache_tokens=self.kv_cache_tokens,
             slo=self.slo,
         )
         self._rescore()
 
     def _rescore(self) -> None:
-        configs = list(dict.fromkeys(config for config, _, _ in self.grid))
         cells = list(dict.fromkeys((config, batch) for config, batch, _ in self.grid))
-        curves = {
-            (draft_key(config), workload.name): curve
-            for config in configs
-            for workload in self.workloads
-            if config.k and (curve := self.curve(draft_key(config), workload.name))
-        }
+        curves = self._curves()
         for load in self.loads[len(self.ratios) :]:
-            curve = self.curve(draft_key(load.config), load.workload) if load.config.k else None
+            curve = curves.get((draft_key(load.config), load.workload))
             self.ratios.append(ratios(load, self.cost, curve, kv_cache_tokens=self.kv_cache_tokens))
         self.calibration = calibrate(self.cost, self.loads, self.ratios, cells)
         self.scores = score(self.grid, self.calibration, self.workloads, self.off, curves, self.loads, self.objective)
@@ -263,7 +275,7 @@ class Funnel:
     def _next(self, running: ServingConfig | None) -> list[list[Planned]]:
         """The load to measure: on the running server while it may gain, else on the server that is expected to gain most. Where several
         can run at once all loads that are open on the best ones."""
-        gains = dict(zip(self.scores.configs, self.scores.expected_gain(self.incumbent()), strict=True))
+        gains = dict(zip(self.scores.configs, self.scores.expected_gain(self.incumbent(), MARGIN), strict=True))
         best = self.incumbent()
         open_cells: dict[ServingConfig, list[int]] = {}
         measured = {(load.config, load.batch_size) for load in self.loads}
@@ -273,7 +285,7 @@ class Funnel:
                 open_cells[config] = left
         ranked = sorted(open_cells, key=lambda c: (c != running, -math.inf if c == best else -gains[c]))
         servers = [
-            [Planned(config, batch, requests_of(batch)) for batch in open_cells[config]] for config in ranked[: self.together]
+            [Planned(config, batch, self.requests(batch)) for batch in open_cells[config]] for config in ranked[: self.together]
         ]
         if self.together == 1:
             return [[max(loads, key=lambda load: self._doubt(load.config, load.batch_size))] for loads in servers]
@@ -291,8 +303,8 @@ class Funnel:
             return
         for load in [o for o in self.loads if (o.config, o.batch_size) == (config, batch)]:
             rivals = [o for o in self.loads if (o.config, o.batch_size, o.workload) == (best, batch, load.workload)]
-            gain = self.scores.expected_gain(best)[self.scores.configs.index(config)]
-            reason = prune.loses_pairwise(load, rivals[-1], LEAST_GAIN) if rivals and gain <= LEAST_GAIN else None
+            gain = self.scores.expected_gain(best, MARGIN)[self.scores.configs.index(config)]
+            reason = prune.loses_pairwise(load, rivals[-1], LOST) if rivals and gain <= LEAST_GAIN else None
             if reason:
                 self._prune([config], reason)
                 return
@@ -302,6 +314,14 @@ class Funnel:
         loads = list(found.values()) if found else []
         self.loads += loads
         return loads
+
+    def requests(self, batch: int, least: int = LEAST_REQUESTS) -> int:
+        """Requests of a load: `least`, or as many as take, with off, `START_SHARE` of what the first server took to start."""
+        first = self.loads[0]
+        offs = [load for load in self.loads if (load.config, load.batch_size) == (self.off, batch)]
+        request_s = offs[0].busy_s / len(offs[0].requests)
+        cheap = int(START_SHARE * (first.cost_s - first.busy_s) / request_s)
+        return max(requests_of(batch, least), min(cheap, MAX_REQUESTS))
 
     def _prune(self, configs: Sequence[ServingConfig], reason: str) -> None:
         for config in configs:

@@ -158,14 +158,11 @@ class FunnelStage:
         if not finalists:
             return
         self.confirmed[key] = confirm(
-            {config: funnel.scores.of(config) if config in funnel.scores.configs else (0.0, math.inf) for config in finalists},
-            funnel.off,
-            funnel.workloads,
-            self._measure,
+            funnel,
+            finalists,
             lambda batch: self.settings.confirm_requests,
             least_weight=0.0,  # the verdict and the schedule need every batch size
-            after=lambda config, rounds: after(config) if rounds == 0 else None,
-            stop=self.stop,
+            after=after,
         )
 
     def result(self) -> list[dict[str, Any]]:

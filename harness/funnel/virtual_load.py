@@ -48,8 +48,7 @@ def closed_loop(
         for i, request in enumerate(leads)
     ]
     lead_out = [replace(request, prefix=()) for request in leads[: concurrency - 1]]
-    everything = [replace(r, arrival_s=0.0) for r in (*lead_in, *requests, *lead_out)]
-    run = simulate(world, everything, variant=variant, k=k, concurrency=concurrency, seed=seed, luck=luck)
+    run = simulate(world, [*lead_in, *requests, *lead_out], variant=variant, k=k, concurrency=concurrency, seed=seed, luck=luck)
     measured = slice(len(lead_in), len(lead_in) + len(requests))
     return VirtualLoad(
         ttft_s=run.ttft_s[measured],

@@ -1,11 +1,13 @@
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from backends.simulated.world import World
+from backends.simulated.world import Draft, World
 from backends.types import ServingConfig
-from harness.funnel.confirm import Confirmed, compare, confirm
+from harness.funnel.confirm import SERVER_SD, Confirmed, compare, confirm
 from harness.funnel.observation import Observation
+from harness.funnel.search import Funnel
 from tests.harness.funnel.loads import OFF, WORLD, noisy, observe, on, workload
 
 TRACE = [workload({4: 0.5, 16: 0.5})]
@@ -26,47 +28,79 @@ class Bench:
         return {"t": load}
 
 
-def run(bench: Bench, expected: dict[ServingConfig, tuple[float, float]], rounds: int = 2) -> Confirmed:
-    return confirm(expected, OFF, TRACE, bench.measure, lambda batch: 48, least_weight=0.05, max_rounds=rounds)
+def searched(bench: Bench, *candidates: ServingConfig) -> Funnel:
+    offs = [bench.measure(OFF, batch, "search", 64)["t"] for batch in (4, 16)]
+    funnel = Funnel(OFF, candidates, TRACE, bench.measure, offs)
+    funnel.run()
+    bench.calls.clear()
+    return funnel
+
+
+def run(funnel: Funnel, *finalists: ServingConfig, rounds: int = 3) -> Confirmed:
+    return confirm(funnel, finalists, lambda batch: 48, least_weight=0.05, max_rounds=rounds)
 
 
 def test_a_clear_winner_is_found_in_one_round_of_server_lifetimes() -> None:
     bench = Bench(noisy())
-    found = run(bench, {on("eagle3", 3): (0.5, 0.3), on("mtp", 6): (0.1, 0.3)})
-    assert found.winner == on("eagle3", 3)
+    best, other = on("eagle3", 3), on("mtp", 6)
+    found = run(searched(bench, best, other), best, other)
+    assert found.winner == best
     assert found.clear
     assert found.rounds == 1
     assert [label for label, _ in bench.calls] == ["eagle3 K=3"] * 2 + ["mtp K=6"] * 2 + ["off"] * 2
-    ci95 = found.speedups[on("eagle3", 3)].ci95
+    ci95 = found.speedups[best].ci95
     assert ci95 is not None
     assert ci95[0] > 0
 
 
 def test_a_tie_goes_to_the_smaller_k() -> None:
-    class Same(Bench):
-        def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation]:
-            load = observe(on("eagle3", 3) if config.k else OFF, batch, self.world, count)
-            object.__setattr__(load, "config", config)
-            return {"t": load}
-
-    found = run(Same(), {on("eagle3", 5): (0.4, 0.3), on("eagle3", 4): (0.4, 0.3)})
-    assert found.winner == on("eagle3", 4)
-    assert found.clear
+    free = Draft({"default": (0.6, 0.4, 0.001)}, step_fixed_s=5e-4)  # a third position costs and gains nothing
+    bench = Bench(noisy(replace(WORLD, target=replace(WORLD.target, token_s=1e-7), drafts={"eagle3": free})))
+    two, three = on("eagle3", 2), on("eagle3", 3)
+    assert run(searched(bench, two, three), three, two).winner == two
 
 
 def test_off_wins_where_speculation_gains_nothing() -> None:
-    found = run(Bench(noisy()), {on("ngram", 6): (0.0, 0.3)})
-    assert found.winner == OFF
+    funnel = searched(Bench(noisy()), on("ngram", 6))
+    assert run(funnel, on("ngram", 6)).winner == OFF
 
 
 def test_a_round_that_contradicts_the_search_is_followed_by_another_in_reverse_order() -> None:
     config = on("eagle3", 3)
     bench = Bench(noisy(), slow={(config, "confirm1"): 1.3})
-    truth = compare([observe(config, b) for b in (4, 16)] + [observe(OFF, b) for b in (4, 16)], config, OFF, TRACE).value
-    found = run(bench, {config: (truth, 0.02)})
+    found = run(searched(bench, config), config, rounds=2)
     assert found.rounds == 2
     assert [label for label, _ in bench.calls] == ["eagle3 K=3"] * 2 + ["off"] * 4 + ["eagle3 K=3"] * 2
-    assert run(Bench(noisy()), {config: (truth, 0.02)}).rounds == 1
+    assert run(searched(Bench(noisy()), config), config).rounds == 1
+
+
+def test_what_the_loads_show_to_be_better_becomes_a_finalist() -> None:
+    bench, asked = Bench(noisy()), list[ServingConfig]()
+    funnel = searched(bench, on("eagle3", 3), on("eagle3", 6))
+    found = confirm(funnel, [on("eagle3", 6)], lambda batch: 48, least_weight=0.05, after=asked.append)
+    assert found.winner == on("eagle3", 3)
+    assert asked == [on("eagle3", 6), OFF, on("eagle3", 3)]
+
+
+def test_equal_requests_measured_again_tell_nothing_of_other_requests() -> None:
+    once = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    one, four = (compare(once * n, on("eagle3", 3), OFF, [workload({4: 1.0})]).ci95 for n in (1, 4))
+    assert one is not None
+    assert four is not None
+    servers = 2 * SERVER_SD**2
+    assert (one[1] - one[0]) ** 2 - (four[1] - four[0]) ** 2 == pytest.approx((2 * 1.96) ** 2 * (servers - servers * 4 / 7 / 4))
+
+
+def test_rounds_that_disagree_widen_the_interval() -> None:
+    pair = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    again = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    object.__setattr__(again[0], "e2e_s", again[0].e2e_s * 1.1)
+    width = {}
+    for name, loads in {"same": pair + pair, "apart": pair + again}.items():
+        ci95 = compare(loads, on("eagle3", 3), OFF, [workload({4: 1.0})]).ci95
+        assert ci95 is not None
+        width[name] = ci95[1] - ci95[0]
+    assert width["apart"] > 1.5 * width["same"]
 
 
 def test_the_comparison_weighs_batch_sizes_by_the_trace() -> None:
