@@ -219,6 +219,14 @@ def test_every_request_gets_its_tokens_in_order(
     assert run.decode_steps.sum() == np.cumsum(batches)[:-1].sum()
 
 
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_long_runs_of_steps_end_as_they_do_one_by_one(monkeypatch: pytest.MonkeyPatch, concurrency: int | None) -> None:
+    work = requests((0.0, 50, 400), (1.2345, 50, 300), (1.3, 50, 200))
+    arrays = simulate(WORLD, work, concurrency=concurrency)
+    monkeypatch.setattr("backends.simulated.scheduler.LONG_RUN", 10**9)
+    assert arrays.step_end_s.tolist() == simulate(WORLD, work, concurrency=concurrency).step_end_s.tolist()
+
+
 def test_cancelled_sequence_leaves_nothing_behind() -> None:
     scheduler = Scheduler(WORLD, "off", 0)
     run = simulate(WORLD, requests((0.0, 30, 9), (0.0, 30, 9), (0.0, 30, 9)))

@@ -1,6 +1,7 @@
 """The whole funnel in simulated worlds of known truth."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from backends.types import ServingConfig
 from benchmarks.funnel import run_funnel, truth
 from benchmarks.funnel_worlds import make_world
 from harness.funnel.observation import Observation
-from harness.funnel.search import Funnel, Pruned
+from harness.funnel.search import MAX_REQUESTS, Funnel, Pruned
 from tests.harness.funnel.loads import OFF, WORLD, observe, on, workload
 
 WEIGHTS = {1: 0.2, 4: 0.5, 16: 0.3}
@@ -102,6 +103,15 @@ def test_nothing_is_measured_once_the_budget_is_used_up() -> None:
     search.stop = lambda: len(bench.cells) >= 3
     search.run()
     assert len(bench.cells) <= 4  # a probe of two loads is finished
+
+
+def test_a_slow_start_makes_more_requests_cheap() -> None:
+    search = funnel(Bench())
+    first = search.loads[0]
+    search.loads[0] = replace(first, cost_s=first.busy_s + 100.0)
+    assert search.cheap_requests(1) == int(10.0 / (first.busy_s / 64))
+    search.loads[0] = replace(first, cost_s=first.busy_s + 1e6)
+    assert search.cheap_requests(1) == MAX_REQUESTS
 
 
 def test_a_server_that_fails_is_not_asked_again() -> None:
