@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.types import ServingConfig
-from harness.funnel.observation import Array, Observation, Workload
+from harness.funnel.observation import Observation, Workload
 from harness.funnel.search import MAX_FINALISTS, Funnel
 from harness.statistics import Estimate
 
@@ -87,25 +87,31 @@ def compare(
     """Log speed-up of `config` over `other`: mean over paired requests of log(E2E of other ÷ E2E of config), weighted by batch
     sizes, with its interval over requests and server starts. NaN where they share no load.
 
-    A request that several rounds measured counts once, with its mean. What server starts add is the rounds' spread, of which a few
-    rounds say little: it is pooled with `SERVER_SD` as an inverse-gamma prior would be.
+    A request counts once, with its mean over rounds and its part in all batch sizes: what is easy to draft is so at all of them. What
+    server starts add is the rounds' spread, of which a few rounds say little: it is pooled with `SERVER_SD` as an inverse-gamma prior
+    would be.
     """
-    value = variance = total = 0.0
+    value = total = 0.0
+    influence: dict[tuple[str, int], float] = {}  # of each request on the value: its deviation from the mean, weighted
     rounds: dict[int, float] = {}  # weighted sums of each round
     for workload in workloads:
         for batch, weight in workload.weights.items():
             sides = (_of(loads, config, batch, workload), _of(loads, other, batch, workload))
             pairs = [found for a, b in zip(*sides, strict=False) if (found := _paired(a, b))]
-            if not pairs:
-                continue
             gains = _by_request(pairs)
-            value += weight * float(gains.mean())
-            variance += weight**2 * float(gains.var(ddof=1)) / len(gains) if len(gains) > 1 else weight**2
+            if len(gains) < 2:
+                continue
+            mean = float(np.mean(list(gains.values())))
+            value += weight * mean
             total += weight
+            for request, gain in gains.items():
+                at = workload.name, request
+                influence[at] = influence.get(at, 0.0) + weight * (gain - mean) / (len(gains) - 1)
             for i, found in enumerate(pairs):
                 rounds[i] = rounds.get(i, 0.0) + weight * float(np.mean(list(found.values())))
     if not total:
         return Estimate(math.nan)
+    variance = sum(part**2 for part in influence.values())
     means = np.array(list(rounds.values())) / total
     spread = PRIOR_REPEATS * 2 * SERVER_SD**2 + float(((means - means.mean()) ** 2).sum())
     servers = spread / (PRIOR_REPEATS + len(means) - 1) / len(means)
@@ -161,9 +167,10 @@ def _paired(on: Observation, off: Observation) -> dict[int, float]:
     return {r: math.log(off.e2e_s[places[r]] / on.e2e_s[i]) for i, r in enumerate(on.requests) if r in places}
 
 
-def _by_request(pairs: Iterable[dict[int, float]]) -> Array:
+def _by_request(pairs: Iterable[dict[int, float]]) -> dict[int, float]:
+    """Each request's mean over the rounds that measured it."""
     found: dict[int, list[float]] = {}
     for gains in pairs:
         for request, gain in gains.items():
             found.setdefault(request, []).append(gain)
-    return np.array([np.mean(values) for values in found.values()])
+    return {request: float(np.mean(values)) for request, values in found.items()}

@@ -24,12 +24,13 @@ from harness.funnel.prediction import Grid, predict_grid, ratios
 from harness.funnel.scores import Scores, score
 from harness.funnel.step_cost import StepCost, fit
 
-MARGIN, LEAST_GAIN = 0.01, 0.003
+MARGIN, LEAST_GAIN = 0.0075, 0.0025
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
-LOST = 0.02
-"""A configuration is given up when it is slower than the best by more than this on paired requests, in log: one load is not all."""
+LOST, ALIKE = 0.02, 0.1
+"""A configuration is given up when it is slower than the best by more than this on paired requests, in log, and their TTFT, compared
+with what was predicted, differ by no more than that."""
 MAX_FINALISTS = 2
 PROBE_BATCH, PROBE_REQUESTS, LEAST_REQUESTS = 32, 64, 8
 """Acceptance is probed at this batch size, or the largest that matters if that is larger: tokens are cheap there."""
@@ -301,13 +302,18 @@ class Funnel:
         best = self.incumbent()
         if best == config or self._is_pruned(config):
             return
-        for load in [o for o in self.loads if (o.config, o.batch_size) == (config, batch)]:
-            rivals = [o for o in self.loads if (o.config, o.batch_size, o.workload) == (best, batch, load.workload)]
-            gain = self.scores.expected_gain(best, MARGIN)[self.scores.configs.index(config)]
-            reason = prune.loses_pairwise(load, rivals[-1], LOST) if rivals and gain <= LEAST_GAIN else None
-            if reason:
-                self._prune([config], reason)
-                return
+        gain = self.scores.expected_gain(best, MARGIN)[self.scores.configs.index(config)]
+        if gain > LEAST_GAIN:
+            return
+        here = [(load, ttft) for load, (_, ttft) in zip(self.loads, self.ratios, strict=True) if load.batch_size == batch]
+        for load, ttft in here:
+            rivals = [found for found in here if (found[0].config, found[0].workload) == (best, load.workload)]
+            # Prompts hardly depend on the drafter: where they took longer too, the machine was slower.
+            if load.config == config and rivals and abs(math.log(ttft / rivals[-1][1])) <= ALIKE:
+                reason = prune.loses_pairwise(load, rivals[-1][0], LOST)
+                if reason:
+                    self._prune([config], reason)
+                    return
 
     def _load(self, config: ServingConfig, batch: int, requests: int) -> list[Observation]:
         found = self.measure(config, batch, "search", requests)

@@ -91,6 +91,15 @@ def test_equal_requests_measured_again_tell_nothing_of_other_requests() -> None:
     assert (one[1] - one[0]) ** 2 - (four[1] - four[0]) ** 2 == pytest.approx((2 * 1.96) ** 2 * (servers - servers * 4 / 7 / 4))
 
 
+def test_equal_requests_at_two_batch_sizes_count_once() -> None:
+    loads = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    again = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    for load in again:
+        object.__setattr__(load, "batch_size", 16)
+    one = compare(loads, on("eagle3", 3), OFF, [workload({4: 1.0})])
+    assert compare(loads + again, on("eagle3", 3), OFF, TRACE).ci95 == pytest.approx(one.ci95)
+
+
 def test_rounds_that_disagree_widen_the_interval() -> None:
     pair = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
     again = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
