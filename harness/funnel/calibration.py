@@ -31,7 +31,7 @@ DRAFTER_SHARE, SERVER_SHARE, CELL_SHARE = 0.3, 0.2, 0.15
 step that fits no captured CUDA graph, say)."""
 SPLIT_SD = 0.3  # of the share of a draft's cost that is fixed, while only one K was measured: evenly between 0 and 1
 MACHINE_SD, MACHINE_SCALE_S = 0.04, 400.0  # of the machine's speed, and how long it lasts
-SERVER_SD, LOAD_SD, STEP_SD = 0.007, 0.004, 0.3  # of a server from start to start, of a load on it, of a step (stalls included)
+SERVER_SD, LOAD_SD = 0.007, 0.004  # of a server from start to start, and of a load on it beside its steps'
 TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter
 TTFT_REQUEST_SD = 0.15  # of one request's TTFT, within what its lengths explain
 
@@ -67,10 +67,9 @@ def calibrate(cost: StepCost, loads: Sequence[Observation], ratios: Sequence[tup
 
     times = np.cumsum([load.cost_s for load in loads])
     machine = MACHINE_SD**2 * np.exp(-np.abs(times[:, None] - times[None, :]) / MACHINE_SCALE_S)
-    steps = np.array([load.decode_steps / load.mean_batch for load in loads])  # of the engine
     starts = np.cumsum([i > 0 and load.config != loads[i - 1].config for i, load in enumerate(loads)])
     server = SERVER_SD**2 * np.equal.outer(starts, starts)
-    noise = LOAD_SD**2 + STEP_SD**2 / np.maximum(steps, 1.0)
+    noise = LOAD_SD**2 + np.array([load.step_noise for load in loads])
     ttft_noise = 0.02**2 + TTFT_REQUEST_SD**2 / np.array([len(load.e2e_s) for load in loads])
     shape = max(TTFT_SHAPE_SD, float(np.sqrt(np.mean(readings[:, 1] ** 2))))
     ttft = shape**2 * _near_batch(seen, seen)

@@ -87,11 +87,11 @@ def compare(
     """Log speed-up of `config` over `other`: mean over paired requests of log(E2E of other ÷ E2E of config), weighted by batch
     sizes, with its interval over requests and server starts. NaN where they share no load.
 
-    A request counts once, with its mean over rounds and its part in all batch sizes: what is easy to draft is so at all of them. What
-    server starts add is the rounds' spread, of which a few rounds say little: it is pooled with `SERVER_SD` as an inverse-gamma prior
-    would be.
+    A request counts once, with its mean over rounds and its part in all batch sizes: what is easy to draft is so at all of them. All
+    requests of a load share its steps' noise. What server starts add is the rounds' spread, of which a few rounds say little: it is
+    pooled with `SERVER_SD` as an inverse-gamma prior would be.
     """
-    value = total = 0.0
+    value = total = shared = 0.0
     influence: dict[tuple[str, int], float] = {}  # of each request on the value: its deviation from the mean, weighted
     rounds: dict[int, float] = {}  # weighted sums of each round
     for workload in workloads:
@@ -104,6 +104,7 @@ def compare(
             mean = float(np.mean(list(gains.values())))
             value += weight * mean
             total += weight
+            shared += weight**2 * sum(a.step_noise + b.step_noise for a, b in zip(*sides, strict=False)) / len(pairs) ** 2
             for request, gain in gains.items():
                 at = workload.name, request
                 influence[at] = influence.get(at, 0.0) + weight * (gain - mean) / (len(gains) - 1)
@@ -111,7 +112,7 @@ def compare(
                 rounds[i] = rounds.get(i, 0.0) + weight * float(np.mean(list(found.values())))
     if not total:
         return Estimate(math.nan)
-    variance = sum(part**2 for part in influence.values())
+    variance = shared + sum(part**2 for part in influence.values())
     means = np.array(list(rounds.values())) / total
     spread = PRIOR_REPEATS * 2 * SERVER_SD**2 + float(((means - means.mean()) ** 2).sum())
     servers = spread / (PRIOR_REPEATS + len(means) - 1) / len(means)

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from backends.types import ServingConfig
 
 Array = NDArray[np.float64]
+STEP_SD = 0.3
+"""Relative standard deviation of one engine step's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Observation:
     def mean_batch(self) -> float:
         """Sequences that decode at once: the slots less those that wait for their first token (Little's law, all slots busy)."""
         return float(self.batch_size * (self.e2e_s - self.ttft_s).sum() / self.e2e_s.sum())
+
+    @property
+    def step_noise(self) -> float:
+        """Variance of the load's relative time by its engine steps' own, stalls included: all requests of a load share them."""
+        return STEP_SD**2 * self.mean_batch / max(self.decode_steps, 1.0)
 
     @property
     def prefill_tokens_per_step(self) -> float:

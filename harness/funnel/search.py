@@ -24,7 +24,7 @@ from harness.funnel.prediction import Grid, predict_grid, ratios
 from harness.funnel.scores import Scores, score
 from harness.funnel.step_cost import StepCost, fit
 
-MARGIN, LEAST_GAIN = 0.0075, 0.0025
+MARGIN, LEAST_GAIN = 0.01, 0.003
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
@@ -284,7 +284,7 @@ class Funnel:
             left = [b for b in self.batch_sizes if (config, b) not in measured]
             if left and not self._is_pruned(config) and (gains[config] > LEAST_GAIN or config == best):
                 open_cells[config] = left
-        ranked = sorted(open_cells, key=lambda c: (c != running, -math.inf if c == best else -gains[c]))
+        ranked = sorted(open_cells, key=lambda c: (c != running, -gains[c]))  # the best so far last: another may become it
         servers = [
             [Planned(config, batch, self.requests(batch)) for batch in open_cells[config]] for config in ranked[: self.together]
         ]

@@ -82,34 +82,31 @@ def test_what_the_loads_show_to_be_better_becomes_a_finalist() -> None:
     assert asked == [on("eagle3", 6), OFF, on("eagle3", 3)]
 
 
+def width(loads: list[Observation], weights: dict[int, float]) -> float:
+    ci95 = compare(loads, on("eagle3", 3), OFF, [workload(weights)]).ci95
+    assert ci95 is not None
+    return (ci95[1] - ci95[0]) / (2 * 1.96)
+
+
 def test_equal_requests_measured_again_tell_nothing_of_other_requests() -> None:
     once = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    one, four = (compare(once * n, on("eagle3", 3), OFF, [workload({4: 1.0})]).ci95 for n in (1, 4))
-    assert one is not None
-    assert four is not None
-    servers = 2 * SERVER_SD**2
-    assert (one[1] - one[0]) ** 2 - (four[1] - four[0]) ** 2 == pytest.approx((2 * 1.96) ** 2 * (servers - servers * 4 / 7 / 4))
+    narrower = width(once, {4: 1.0}) ** 2 - width(once * 4, {4: 1.0}) ** 2
+    servers, steps = 2 * SERVER_SD**2, sum(load.step_noise for load in once)
+    assert narrower == pytest.approx(servers - servers * 4 / 7 / 4 + steps - steps / 4)  # of machine and servers alone
 
 
 def test_equal_requests_at_two_batch_sizes_count_once() -> None:
     loads = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    again = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    for load in again:
-        object.__setattr__(load, "batch_size", 16)
-    one = compare(loads, on("eagle3", 3), OFF, [workload({4: 1.0})])
-    assert compare(loads + again, on("eagle3", 3), OFF, TRACE).ci95 == pytest.approx(one.ci95)
+    again = [replace(load, batch_size=16) for load in loads]
+    narrower = width(loads, {4: 1.0}) ** 2 - width(loads + again, {4: 0.5, 16: 0.5}) ** 2
+    once, both = (sum(load.step_noise for load in part) for part in (loads, loads + again))
+    assert narrower == pytest.approx(once - both / 4)  # of the steps' own noise alone
 
 
 def test_rounds_that_disagree_widen_the_interval() -> None:
     pair = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    again = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    object.__setattr__(again[0], "e2e_s", again[0].e2e_s * 1.1)
-    width = {}
-    for name, loads in {"same": pair + pair, "apart": pair + again}.items():
-        ci95 = compare(loads, on("eagle3", 3), OFF, [workload({4: 1.0})]).ci95
-        assert ci95 is not None
-        width[name] = ci95[1] - ci95[0]
-    assert width["apart"] > 1.5 * width["same"]
+    slower = [replace(pair[0], e2e_s=pair[0].e2e_s * 1.1), pair[1]]
+    assert width(pair + slower, {4: 1.0}) > 1.2 * width(pair + pair, {4: 1.0})
 
 
 def test_the_comparison_weighs_batch_sizes_by_the_trace() -> None:
