@@ -46,10 +46,10 @@ def test_drafts_that_are_accepted_unseen_differ(fickle_model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "identical"), ("bfloat16", "within_control")])
+@pytest.mark.parametrize(("dtype", "verdicts"), [("float32", {"identical"}), ("bfloat16", {"identical", "within_control"})])
 def test_the_demo_model_is_identical_in_float32_and_within_the_control_in_bf16(
-    dtype: str, verdict: str, tmp_path: Path
+    dtype: str, verdicts: set[str], tmp_path: Path
 ) -> None:
     found = audited(ngram(demo_model_dir(), dtype=dtype), prompts("grounded", "chat", each=8), tmp_path)
-    assert found["verdict"] == verdict, found
+    assert found["verdict"] in verdicts, found
     assert found["requests"] == 16
