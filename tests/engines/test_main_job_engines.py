@@ -84,8 +84,11 @@ def test_sglang_from_the_trace_to_a_report_that_shows_what_it_resolved(tmp_path:
         ngram, speculation, resolved = trial["config"]["variant"] == "ngram", trial["speculation"], trial["engine"]["resolved"]
         assert resolved["speculative_algorithm"] == ("NGRAM" if ngram else None)
         assert (resolved["max_num_seqs"], resolved["dtype"], resolved["device"]) == (8, "float32", "cpu")
-        assert speculation["tau_counter"] == pytest.approx(speculation["tau"], rel=0.05)
-        assert 1.0 <= speculation["tau"] <= 4.0 if ngram else speculation["tau"] == 1.0
+        if ngram:
+            assert speculation["tau_counter"] == pytest.approx(speculation["tau"], rel=0.05)
+            assert 1.0 <= speculation["tau"] <= 4.0
+        else:
+            assert speculation["tau"] is None  # SGLang counts no steps where it does not speculate
     assert {entry["verdict"] for entry in result["losslessness"]} == {"identical"}
     html = (out / "report.html").read_text()
     assert "Settings in effect" in html
