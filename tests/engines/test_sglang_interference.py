@@ -47,4 +47,4 @@ def test_prefill_goes_before_decoding_and_mixed_chunks_share_the_step(models: Pa
 
 def test_prefill_goes_before_speculative_decoding_too(models: Path, tmp_path: Path) -> None:
     found = probed(models, tmp_path, {"chunked_prefill_size": 128}, variant="eagle2", k=3, draft=str(models / "eagle"))
-    assert found.order == "prefill first"
+    assert found.largest_gap_during_s > 0.8 * found.long_ttft_s  # one step before the stop may give several tokens, so no share
