@@ -8,7 +8,7 @@ import pytest
 
 from tests.real_runs import SAMPLE, confirmed_speedups, tune
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(3600)]  # not in CI: its machine does other things
 
 
 def test_the_break_even_batch_size_lies_between_measured_neighbours_and_off_is_better_above_it() -> None:
