@@ -156,7 +156,8 @@ def _finish(
         run = run_session(source, rules, budget_s, _say, known)
     except CandidateDown as error:
         run = GateRun(_down(str(error)), (), source.elapsed_s(), "decided")
-    keep_noise(file, known, run.blocks)
+    if run.verdict.outcome != "regression":  # what a fault does differs from request to request, which is no noise
+        keep_noise(file, known, run.blocks)
     report = Report(run, rules, baseline, candidate.to_dict(), environment(), _now(), budget_s, warnings)
     out = Path(settings.out)
     write_outputs(report, out)
