@@ -11,9 +11,9 @@ def visible_gpus() -> tuple[str, ...]:
     """As CUDA_VISIBLE_DEVICES names them (indices or UUIDs); all of the host's where it is not set; empty without an NVIDIA driver."""
     import pynvml
 
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = _named()
     if named is not None:
-        return tuple(filter(None, (name.strip() for name in named.split(","))))
+        return named
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -30,8 +30,13 @@ def visible_handles(nvml: ModuleType | Any) -> list[Any]:
     Raises:
         NVMLError: no such GPU.
     """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = _named()
     if named is None:
         return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    names = filter(None, (name.strip() for name in named.split(",")))
-    return [nvml.nvmlDeviceGetHandleByIndex(int(n)) if n.isdigit() else nvml.nvmlDeviceGetHandleByUUID(n) for n in names]
+    return [nvml.nvmlDeviceGetHandleByIndex(int(n)) if n.isdigit() else nvml.nvmlDeviceGetHandleByUUID(n) for n in named]
+
+
+def _named() -> tuple[str, ...] | None:
+    """What CUDA_VISIBLE_DEVICES lists; None where it is not set."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else tuple(filter(None, (name.strip() for name in listed.split(","))))

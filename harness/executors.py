@@ -22,14 +22,15 @@ def open_slots(
     Raises:
         ConfigError: there is no such cluster, or no node of it can measure.
     """
-    setup = Setup(settings, smoke_requests(requests), servers, gpus=len(visible_gpus()))
+    gpus = visible_gpus()
+    setup = Setup(settings, smoke_requests(requests), servers, gpus=len(gpus))
     if settings.executor == "ray":
         from harness.ray_slots import ray_slots  # Ray is an extra
 
         return ray_slots(setup, note)
     slots: list[Slot] = [Here(setup)]
     if settings.executor == "local":
-        slots = local_slots(setup, visible_gpus())
+        slots = local_slots(setup, gpus)
         note(
             f"{len(slots)} slots of {settings.tensor_parallel} GPUs"
             if len(slots) > 1

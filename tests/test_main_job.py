@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.result_schema import validate
 from tests.checkpoints import write_llama
+from tests.running import wait_until
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = (
@@ -102,11 +102,7 @@ def test_a_draft_that_does_not_know_its_target_is_diagnosed(tmp_path: Path, trac
 def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
     out = tmp_path / "run"
     run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(trials(out)) < 3:
-        assert run.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(trials(out)) >= 3, run, 120)
     family = psutil.Process(run.pid).children(recursive=True)
     assert family, "an engine must be running"
     done = trials(out)
@@ -124,11 +120,7 @@ def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Pa
 def test_ctrl_c_leaves_a_resumable_directory_and_exit_code_130(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
     out = tmp_path / "run"
     run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not trials(out):
-        assert run.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: bool(trials(out)), run, 120)
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGINT)
     _, stderr = run.communicate(timeout=30)

@@ -148,7 +148,8 @@ def _finish(
     warnings: tuple[str, ...],
 ) -> int:
     budget_s = settings.limits.budget_s
-    file = noise_file(environment()["fingerprint"], baseline, workload.to_dict())
+    here = environment()
+    file = noise_file(here["fingerprint"], baseline, workload.to_dict())
     known = read_noise(file)
     if line := expectation(known, rules):
         print(f"gate: {line}", file=sys.stderr, flush=True)
@@ -158,7 +159,7 @@ def _finish(
         run = GateRun(_down(str(error)), (), source.elapsed_s(), "decided")
     if run.verdict.outcome != "regression":  # what a fault does differs from request to request, which is no noise
         keep_noise(file, known, run.blocks)
-    report = Report(run, rules, baseline, candidate.to_dict(), environment(), _now(), budget_s, warnings)
+    report = Report(run, rules, baseline, candidate.to_dict(), here, _now(), budget_s, warnings)
     out = Path(settings.out)
     write_outputs(report, out)
     print(markdown(report))

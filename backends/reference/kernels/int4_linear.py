@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.reference.kernels import launching_on
+from backends.reference.quantization import INT4_GROUP
 
-GROUP = 64
 BLOCK_N = 64  # output channels of one program
 
 
@@ -41,7 +41,7 @@ def int4_linear(x: Tensor, packed: Tensor, scale_zero: Tensor) -> Tensor:
             columns,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,
-            HALF=GROUP // 2,
+            HALF=INT4_GROUP // 2,
             num_warps=4,
             num_stages=2,
         )
