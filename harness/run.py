@@ -26,6 +26,7 @@ from harness.quality import measure_quality
 from harness.result import build_result
 from harness.result_schema import validate
 from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, search
+from harness.selftest import keep, kept, timing
 from harness.settings import RunSettings
 from harness.site import Site
 from harness.slots import Slot
@@ -93,6 +94,7 @@ class Run:
         self.store.write_config(self.settings.to_dict())
         self.probes.preflight = preflight
         self.progress.expect(self._loads())
+        selftest = self._selftest()
         with self.lab:
             self._refuse_infeasible()
             self._baseline()
@@ -106,11 +108,23 @@ class Run:
         result["losslessness"] = self.losslessness.result()
         result["diagnosis"] = self.probes.result()
         result["interference"] = self.interference.result()
+        result["selftest"] = selftest
         result["preflight"] = [finding.to_dict() for finding in preflight]
         result["reproduce"] = {"command": command, "seed": self.settings.seed}
         validate(result)
         self.store.write_json("result.json", result)
         return result
+
+    def _selftest(self) -> dict[str, Any] | None:
+        """What the self-test found on this machine; run now, its timing part, where it never was. None where others measure."""
+        if self.settings.executor != "local":
+            return None
+        fingerprint = self.lab.site.environment["fingerprint"]
+        if found := kept(fingerprint):
+            return found
+        self.progress.stage("self-test")
+        self.progress.note("self-test of the measuring client on this machine, once: about 15 s")
+        return keep(timing(), fingerprint)
 
     def _refuse_infeasible(self) -> None:
         for config, reason in self.space.infeasible:

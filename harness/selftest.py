@@ -6,14 +6,15 @@ that log, or what it concluded with the fault that was injected.
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import numpy as np
 import orjson
 import uvloop
 
+from backends.cached import cache_folder
 from backends.http_client import call
-from backends.process import free_port
-from backends.types import BackendError, Endpoint
+from backends.process import Server, free_port
+from backends.types import BackendError, Endpoint, Launch
 from harness.client import ReplayOptions
 from harness.measure import measure
 from harness.replay import Replay, replay
@@ -54,12 +56,41 @@ def selftest() -> list[Check]:
     Raises:
         BackendError: the simulated server does not start.
     """
+    return [*timing(), *faults()]
+
+
+def timing() -> list[Check]:
+    """The checks whose outcome depends on the machine, in about 15 seconds.
+
+    Raises:
+        BackendError: the simulated server does not start.
+    """
     return [
         *accuracy(Load("closed", "selftest", concurrency=8), 80),
         *accuracy(Load("trace", "selftest"), 250),
         *stall(),
-        *faults(),
     ]
+
+
+def keep(checks: Sequence[Check], fingerprint: str) -> dict[str, Any]:
+    """Remember what was found on the machine of this fingerprint; returns it as `result.json` shows it."""
+    found = {"date": datetime.now(UTC).date().isoformat(), "checks": [asdict(check) for check in checks]}
+    path = _kept_at(fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(found, indent=1) + "\n")
+    scratch.replace(path)
+    return found
+
+
+def kept(fingerprint: str) -> dict[str, Any] | None:
+    """What the last self-test found on the machine of this fingerprint; None where there was none."""
+    path = _kept_at(fingerprint)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _kept_at(fingerprint: str) -> Path:
+    return cache_folder("selftest") / f"{fingerprint.removeprefix('sha256:')[:16]}.json"
 
 
 def workload(count: int, *, rate_rps: float = 50.0, seed: int = 0) -> list[Request]:
@@ -80,26 +111,21 @@ def workload(count: int, *, rate_rps: float = 50.0, seed: int = 0) -> list[Reque
 
 @contextmanager
 def simulated(*arguments: str) -> Iterator[tuple[Endpoint, Path]]:
-    """A running simulated server and the file of its truth log."""
+    """A running simulated server and the file of its truth log. Readiness is asked of /health alone: the log shall hold no other
+    requests than the test's, and a server with a fault may refuse the first."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="spectune-") as folder:
         truth = Path(folder) / "truth.jsonl"
         common = ["--world", "small", "--port", str(port), "--startup", "0", "--truth", str(truth)]
-        command = [sys.executable, "-m", "backends.simulated", *common, *arguments]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ)
-        )
-        try:
-            endpoint = Endpoint(f"http://127.0.0.1:{port}", "simulated", "simulated")
+        command = (sys.executable, "-m", "backends.simulated", *common, *arguments)
+        launch = Launch(command, env={"PYTHONPATH": str(ROOT)}, served_model="simulated")
+        with Server(launch, port=port, folder=Path(folder), backend="simulated") as server:
             give_up = time.monotonic() + 60.0
-            while (reply := call(f"{endpoint.base_url}/health")) is None or reply.status != 200:
-                if process.poll() is not None or time.monotonic() > give_up:
+            while (reply := call(f"{server.endpoint.base_url}/health")) is None or reply.status != 200:
+                if not server.alive() or time.monotonic() > give_up:
                     raise BackendError("the simulated server of the self-test did not start")
                 time.sleep(0.05)
-            yield endpoint, truth
-        finally:
-            process.terminate()
-            process.wait()
+            yield server.endpoint, truth
 
 
 def truths(path: Path) -> dict[str, dict[str, Any]]:

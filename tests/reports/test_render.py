@@ -132,9 +132,14 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 def test_a_section_of_open_shape_shows_whatever_it_holds(tmp_path: Path) -> None:
     value = {"highest_rate_per_s": {"off": 2.5, "on": None}, "rows": [{"ttft_p95_s": 0.25, "meets_slo": True}]}
-    page = rendered_with(tmp_path, lambda result: result.update(selftest=value))
+    page = rendered_with(tmp_path, lambda result: result["workloads"][0].update(profile=value))
     assert "Highest rate per s Off 2.50 On –" in page.text
     assert "TTFT p95 Meets SLO 250 ms yes" in page.text
+
+
+def test_the_self_test_says_how_many_checks_passed_and_on_which_day(tmp_path: Path) -> None:
+    page = rendered_with(tmp_path, lambda result: None)
+    assert "On this machine, 2026-01-02: 1 of 2 checks passed. A check of times fails on a machine that does other work" in page.text
 
 
 def test_predictions_are_marked(tmp_path: Path) -> None:
