@@ -34,6 +34,7 @@ class InterferenceProbe:
         self._requests = [request for few in requests.values() for request in few][:DECODERS]
         self._kept = Kept(store, "interference")
         self._keys: list[str] = []
+        self._refused: list[dict[str, Any]] = []
 
     def run(self, config: ServingConfig) -> None:
         for server in (config.off(), config):  # off is what a run measures last, so that its server is up
@@ -41,8 +42,8 @@ class InterferenceProbe:
                 self._look(replace(server, chunked_prefill=chunked))
 
     def result(self) -> list[dict[str, Any]]:
-        """Entries of this run's configurations for `result.json`."""
-        return self._kept.shown(self._keys)
+        """Entries of this run's configurations for `result.json`; those that could not be measured hold the problem alone."""
+        return [*self._kept.shown(self._keys), *self._refused]
 
     def _look(self, server: ServingConfig) -> None:
         key = key_of("interference", server)
@@ -59,6 +60,7 @@ class InterferenceProbe:
             found = self._lab.look(server, look)
         except (BackendError, ConfigError, WorkloadError) as problem:
             self._lab.progress.note(f"  interference of {label} was not measured: {problem}")
+            self._refused.append({"config": server.to_dict(), "problem": str(problem)})
             return
         self._kept.add(key, {"config": server.to_dict(), **found.to_dict()})
         self._lab.progress.note(f"  {label}: {found.order}, decoding at {found.pace_during_share:.0%} of its pace meanwhile")

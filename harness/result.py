@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from backends.deploy import as_dockerfile, as_kubernetes
 from backends.k_schedule import FOLLOWED_BY
 from backends.registry import ADAPTERS
@@ -20,9 +22,10 @@ from harness.findings import Finalists, Findings
 from harness.provision import capacity
 from harness.replicates import replay_interval
 from harness.space import group_label
+from harness.statistics import column
 from harness.store import RunStore, Trial
 from harness.types import Decision
-from workloads.types import Trace
+from workloads.types import Trace, percentiles
 
 DRIFT_LIMIT = 0.03
 """Change of the baseline between its first and its last measurement above which the report warns."""
@@ -39,7 +42,7 @@ def build_result(
     """Everything the report shows. `confirm_requests`: requests of one confirmation load over all traces."""
     return {
         "schema": 1,
-        "workloads": [trace.summary() for trace in traces.values()],
+        "workloads": [_workload(findings, trace) for trace in traces.values()],
         "environment": environment,
         "trials": [
             {**public_trial(t, findings.quality, replays_of(t, findings.trials)), "speedup": _trial_speedup(findings, t)}
@@ -56,6 +59,20 @@ def build_result(
         "selftest": None,
         "search_cost": search_cost(findings, store, confirm_requests),
     }
+
+
+def _workload(findings: Findings, trace: Trace) -> dict[str, Any]:
+    """The trace's summary. Token counts that it does not hold are those of the engine, over all requests that it answered with off."""
+    found = trace.summary()
+    unknown = [name for name in ("input_tokens", "output_tokens") if found[name]["p50"] is None]
+    trials = [t for t in findings.trials if t.measured and t.load.trace == trace.name and t.config in findings.primary_offs[:1]]
+    if not unknown or not trials:
+        return found
+    records = [findings.records_of(trial) for trial in trials]
+    _, first = np.unique(np.concatenate([column(r, "index") for r in records]), return_index=True)
+    counts = {name: percentiles(np.concatenate([column(r, name) for r in records])[first]) for name in unknown}
+    said = " and ".join(name.replace("_", " ") for name in unknown)
+    return {**found, **counts, "notes": [*found["notes"], f"{said} are counts of the engine: the trace does not hold them"]}
 
 
 def decision(findings: Findings, workload: Trace, finalists: Finalists) -> Decision:

@@ -98,8 +98,7 @@ def predict(
 
     Throughput is that of busy slots: batch × Σ tokens ÷ Σ time in the slot.
     """
-    count = max(min(len(workload.input_tokens), MAX_REQUESTS), batch_size)
-    order = np.resize(np.arange(len(workload.input_tokens)), count)
+    order = _spread(workload, max(min(len(workload.input_tokens), MAX_REQUESTS), batch_size))
     left = 1 - workload.prefix_hit_rate
     requests = [SimulatedRequest(0.0, max(1, round(workload.input_tokens[i] * left)), workload.output_tokens[i]) for i in order]
     world = world_of(config, cost, curve, kv_cache_tokens)
@@ -114,6 +113,17 @@ def predict(
         output_tokens_per_s=batch_size * float(run.output_tokens.sum() / run.e2e_s.sum()),
         goodput_rps=_goodput(run, batch_size, slo) if slo else None,
     )
+
+
+def _spread(workload: Workload, count: int) -> list[int]:
+    """Positions of `count` requests whose lengths are spread as the workload's are: its evenly spaced quantiles by output, then
+    input tokens, in the workload's order; all of them again where there are too few."""
+    lengths = np.array([workload.output_tokens, workload.input_tokens])
+    total = lengths.shape[1]
+    if count >= total:
+        return list(np.resize(np.arange(total), count))
+    places = ((np.arange(count) + 0.5) * total / count).astype(int)
+    return sorted(np.lexsort(lengths[::-1])[places].tolist())
 
 
 def ratios(

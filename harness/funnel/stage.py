@@ -117,7 +117,7 @@ class FunnelStage:
         funnel = self.funnels[key] = Funnel(
             off=off,
             candidates=candidates,
-            workloads=[self._workload(name, loads) for name in self.parts],
+            workloads=[self._workload(name, off, loads) for name in self.parts],
             measure=self._measure,
             loads=loads,
             recorded=self._curves(candidates),
@@ -254,16 +254,17 @@ class FunnelStage:
         said = [t.engine["kv_cache_tokens"] for t in self.findings.trials if t.config == off and t.measured and t.engine]
         return said[-1] if said else None
 
-    def _workload(self, name: str, loads: Sequence[Observation]) -> Workload:
-        mine = [load for load in loads if load.workload == name]
-        longest = max(mine, key=lambda load: len(load.requests))
-        return Workload(
-            name,
-            tuple(int(n) for n in longest.input_tokens),
-            tuple(int(n) for n in longest.output_tokens),
-            float(np.mean([load.prefix_hit_rate for load in mine])),
-            self.findings.weights(name),
-        )
+    def _workload(self, name: str, off: ServingConfig, loads: Sequence[Observation]) -> Workload:
+        """Lengths of all requests that off answered, at the trace's own load too."""
+        lengths: dict[float, tuple[int, int]] = {}
+        for trial in self.findings.trials:
+            if trial.measured and trial.config == off and trial.load.trace == name:
+                records = self.findings.records_of(trial)
+                rows = np.stack([column(records, c) for c in ("index", "input_tokens", "output_tokens")], axis=1)
+                lengths |= {i: (int(n), int(m)) for i, n, m in rows.tolist() if n >= 1 and m > 1}  # NaN compares as False
+        inputs, outputs = zip(*(lengths[i] for i in sorted(lengths)), strict=True)
+        hits = [load.prefix_hit_rate for load in loads if load.workload == name]
+        return Workload(name, inputs, outputs, float(np.mean(hits)), self.findings.weights(name))
 
     def _curves(self, candidates: Sequence[ServingConfig]) -> dict[tuple[DraftKey, str], Curve]:
         """Exact acceptance from recorded outputs, for those drafters of the reference engine that read only the history."""

@@ -25,12 +25,7 @@ def workload(trace: str) -> dict[str, Any]:
         "span_s": 60.0,
         "input_tokens": {"p50": 152.0, "p95": 260.0},
         "output_tokens": {"p50": 51.0, "p95": 86.0},
-        "profile": {
-            "arrivals": {"rate_per_s": 1.95, "peak_minute_rate_per_s": 2.6, "burstiness": 1.31},
-            "categories": {"chat": 60, "code": 40, "extract": 17},
-            "sampling": {"temperature": {"0": 70, "0.8": 47}},
-            "examples": [{"prompt": SECRET}],
-        },
+        "notes": [f"output tokens are counts of the engine {HOSTILE}"],
     }
 
 

@@ -132,7 +132,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 def test_a_section_of_open_shape_shows_whatever_it_holds(tmp_path: Path) -> None:
     value = {"highest_rate_per_s": {"off": 2.5, "on": None}, "rows": [{"ttft_p95_s": 0.25, "meets_slo": True}]}
-    page = rendered_with(tmp_path, lambda result: result["workloads"][0].update(profile=value))
+    page = rendered_with(tmp_path, lambda result: result["environment"]["host"].update(rates=value))
     assert "Highest rate per s Off 2.50 On –" in page.text
     assert "TTFT p95 Meets SLO 250 ms yes" in page.text
 
@@ -340,6 +340,12 @@ def test_settings_read_back_are_told_once_where_equal_and_for_each_server_where_
 def test_interference_says_who_waits_for_whom(rendered: dict[str, Path]) -> None:
     text = page_of(rendered["plain"]).text
     assert "reference : draft model, K = 1 on 30.0 – 31.0 33.0 1,200 0.0 % 2,000 1,150 prefill first" in text
+
+
+def test_an_interference_that_could_not_be_measured_says_why(tmp_path: Path) -> None:
+    refused = {"config": {"backend": "vllm", "variant": "off", "chunked_prefill": False}, "problem": "needs a longer context"}
+    page = rendered_with(tmp_path, lambda result: result["interference"].append(refused))
+    assert "vllm : off off not measured: needs a longer context" in page.text
 
 
 def test_a_comparison_across_the_machines_drift_gets_a_caveat(tmp_path: Path) -> None:
