@@ -5,8 +5,8 @@
 Each turn is a closed-loop run of the simulated engine (chain drafter, K = 3, 16 requests at concurrency 8). One factor for each turn,
 log-normal with the scenario's noise, and a drift over the whole gate multiply every time of the turn, as another start of a server or a
 neighbour on the machine would; a closed loop has no clock of its own, so scaling its times is the same as running it slower. Each
-metric has 0.3 % of noise of its own. Greedy answers to equal requests repeat, so both sides draw the same luck of acceptance; the
-`sampled` scenario draws it anew in each turn.
+metric has 0.3 % of noise of its own, and the server that a block starts first is 3 % slower. Greedy answers to equal requests repeat,
+so both sides draw the same luck of acceptance; the `sampled` scenario draws it anew in each turn.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ CONCURRENCY, REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 16, 120, 48
 PARTS = 6  # of the trace, sent in turn
 SAMPLED_DRAWS = 200
 OWN_NOISE = 0.003
+FIRST_SLOWER = 0.03  # of two servers that live at once the one that started first, as seen on a machine with two cores
 KNOWN_FREEDOM = 40
 
 COST = TargetCost(fixed_s=0.004, weights_s=0.020, token_s=0.0004, prefill_token_s=0.0002)
@@ -132,10 +133,13 @@ class NoisySource:
 
     def block(self, number: int) -> Block:
         self.now_s += 2 * START_S
-        a1, b1, b2, a2 = (self._turn(side, number) for side in (0, 1, 1, 0))
+        if number % 2:
+            b1, a1, a2, b2 = (self._turn(side, number, first=bool(side)) for side in (1, 0, 0, 1))
+            return Block((a1, a2), (b1, b2), first="candidate")
+        a1, b1, b2, a2 = (self._turn(side, number, first=not side) for side in (0, 1, 1, 0))
         return Block((a1, a2), (b1, b2))
 
-    def _turn(self, side: int, number: int) -> Sample:
+    def _turn(self, side: int, number: int, *, first: bool) -> Sample:
         scenario, normal = self.scenario, self.rng.standard_normal
         self.now_s += TURN_S
         luck = int(self.rng.integers(SAMPLED_DRAWS)) if scenario.sampled else number % PARTS
@@ -146,6 +150,7 @@ class NoisySource:
             values["ttft_p50"] += later_s
             values["e2e_p50"] += later_s
         slow = math.exp(scenario.noise * normal()) * (1 + scenario.drift * self.now_s / BUDGET_S)
+        slow *= 1 + FIRST_SLOWER * first
         for name in ("step", "e2e_p50", "tpot_p50", "ttft_p50"):
             values[name] *= slow * math.exp(OWN_NOISE * normal())
         values["throughput"] /= slow * math.exp(OWN_NOISE * normal())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.gate.metrics import is_position, label_of, metric_of
-from harness.gate.statistics import Mean, blocks_to_decide, divergence_p, mean_of
+from harness.gate.statistics import Mean, blocks_to_decide, divergence_p, mean_of_groups
 from harness.gate.types import Block, Comparison, Rules, Sample, Status
 
 TAIL_REQUESTS = 200
@@ -60,6 +60,13 @@ def changes(key: str, blocks: Sequence[Block]) -> list[float]:
     return [sign * (level(block.candidate) - level(block.baseline)) for block in blocks]
 
 
+def mean_change(key: str, blocks: Sequence[Block]) -> Mean:
+    """Over blocks in which the baseline went first and blocks in which the candidate did, in equal parts."""
+    found = changes(key, blocks)
+    sides = ("baseline", "candidate")
+    return mean_of_groups([[c for c, block in zip(found, blocks, strict=True) if block.first == side] for side in sides])
+
+
 def band_of(key: str, rules: Rules) -> float:
     """The largest change that does not matter, on the scale of `changes`."""
     metric = metric_of(key)
@@ -70,7 +77,7 @@ def band_of(key: str, rules: Rules) -> float:
 
 def compare(key: str, blocks: Sequence[Block], rules: Rules, *, several_loads: bool) -> Comparison:
     metric = metric_of(key)
-    mean = mean_of(changes(key, blocks))
+    mean = mean_change(key, blocks)
     band = band_of(key, rules)
     return Comparison(
         key=key,

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from harness.gate.compare import band_of, changes, compare, divergence, failing_blocks, gating, keys_of
+from harness.gate.compare import band_of, compare, divergence, failing_blocks, gating, keys_of, mean_change
 from harness.gate.explain import DIVERGENCE, FAILURES, answers_of, causes_of, reasons_of
 from harness.gate.metrics import metric_of
-from harness.gate.statistics import Mean, Noise, holm, level, mean_of
+from harness.gate.statistics import Mean, Noise, holm, level
 from harness.gate.types import Block, Comparison, Outcome, Progress, Rules, Verdict
 
 LOOKS = (0.2, 0.35, 0.5, 0.65, 1.0)
@@ -95,7 +95,7 @@ def _suspects(blocks: Sequence[Block], progress: Progress, fraction: float, rule
 
 
 def _p_values(blocks: Sequence[Block], rules: Rules) -> dict[str, float]:
-    found = {key: mean_of(changes(key, blocks)).p_above(0.0) for key in keys_of(blocks) if gating(key, blocks)}
+    found = {key: mean_change(key, blocks).p_above(0.0) for key in keys_of(blocks) if gating(key, blocks)}
     if rules.lossless and (compared := divergence(blocks)).requests:
         found[DIVERGENCE] = compared.p
     return found
@@ -104,7 +104,7 @@ def _p_values(blocks: Sequence[Block], rules: Rules) -> dict[str, float]:
 def _beyond_band(name: str, blocks: Sequence[Block], rules: Rules) -> bool:
     if name == DIVERGENCE:
         return divergence(blocks).excess > rules.divergence_band
-    return mean_of(changes(name, blocks)).value > band_of(name, rules)
+    return mean_change(name, blocks).value > band_of(name, rules)
 
 
 def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rules) -> bool:
@@ -112,7 +112,7 @@ def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rul
     fresh = blocks[suspected_at:]
     if name == DIVERGENCE:
         return divergence(fresh).p <= rules.confirm_alpha and _beyond_band(name, blocks, rules)
-    mean = mean_of(changes(name, fresh))
+    mean = mean_change(name, fresh)
     again = mean.p_above(0.0) <= rules.confirm_alpha and mean.value > band_of(name, rules) / 2
     return again and _beyond_band(name, blocks, rules)
 
@@ -122,7 +122,7 @@ def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rule
     if len(blocks) < min(rules.min_blocks_to_pass, rules.max_blocks) or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
-    means = {key: mean_of(changes(key, blocks)).steadied(known.get(key)) for key in required}
+    means = {key: mean_change(key, blocks).steadied(known.get(key)) for key in required}
     return all(_equal(mean, band_of(key, rules), alpha) for key, mean in means.items())
 
 

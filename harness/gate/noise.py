@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from backends.cached import cache_folder
-from harness.gate.compare import band_of, changes, keys_of
+from harness.gate.compare import band_of, keys_of, mean_change
 from harness.gate.metrics import label_of, metric_of
-from harness.gate.statistics import Noise, blocks_to_decide, mean_of
+from harness.gate.statistics import Noise, blocks_to_decide
 from harness.gate.types import Block, Rules
 
 MOST_FREEDOM = 60
@@ -38,7 +38,7 @@ def keep_noise(path: Path, known: Mapping[str, Noise], blocks: Sequence[Block]) 
     """Add what these blocks say: the spread around their own mean, so that a real difference between the sides does not enter."""
     found = dict(known)
     for key in keys_of(blocks):
-        mean = mean_of(changes(key, blocks))
+        mean = mean_change(key, blocks)
         if mean.sd is None:
             continue
         before = known.get(key, Noise(0.0, 0))

@@ -65,6 +65,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "turns": [
             {
                 "block": i,
+                "first_in_block": block.first,
                 "side": side,
                 "turn": turn,
                 "values": dict(sample.values),

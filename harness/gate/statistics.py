@@ -33,11 +33,12 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of `n` independent differences. `sd`: of one of them, None for fewer than two; `freedom`: its degrees of freedom."""
+    """Mean of `n` independent differences, or of what equals so many. `sd`: of one of them, None where too few are known;
+    `freedom`: its degrees of freedom."""
 
     value: float
     sd: float | None
-    n: int
+    n: float
     freedom: int
 
     @property
@@ -79,6 +80,22 @@ def mean_of(values: Sequence[float]) -> Mean:
         return Mean(float(values[0]) if n else 0.0, None, n, 0)
     array = np.asarray(values, dtype=float)
     return Mean(float(array.mean()), float(array.std(ddof=1)), n, n - 1)
+
+
+def mean_of_groups(groups: Sequence[Sequence[float]]) -> Mean:
+    """Each group counts alike, and `sd` is that within groups: what all of a group share is no noise, and cancels between two."""
+    known = [np.asarray(values, dtype=float) for values in groups if len(values)]
+    if len(known) < 2:
+        return mean_of(known[0].tolist() if known else ())
+    total = sum(len(values) for values in known)
+    freedom = total - len(known)
+    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in known)
+    return Mean(
+        value=float(np.mean([values.mean() for values in known])),
+        sd=math.sqrt(squares / freedom) if freedom else None,
+        n=len(known) ** 2 / sum(1 / len(values) for values in known),
+        freedom=freedom,
+    )
 
 
 def spent(alpha: float, fraction: float) -> float:

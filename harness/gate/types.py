@@ -37,14 +37,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Two interleaved pairs on the same requests, in the order baseline, candidate, candidate, baseline.
+    """Two interleaved pairs on the same requests: one side, the other twice, the one again.
 
     The order cancels a linear drift. A block is the unit of all statistics: where the runner owns the servers, each block has
-    servers of its own, so that what differs between two starts of one server is inside the measured noise.
+    servers of its own, so that what differs between two starts of one server is inside the measured noise. The sides take turns in
+    going first, since of two servers that live at once the one that started first may be slower (by 3 % on one machine).
     """
 
     baseline: tuple[Sample, Sample]
     candidate: tuple[Sample, Sample]
+    first: Literal["baseline", "candidate"] = "baseline"
 
 
 @dataclass(frozen=True, slots=True)

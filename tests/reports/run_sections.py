@@ -56,7 +56,12 @@ def predictions(trials: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def preflight() -> list[dict[str, Any]]:
     return [
         {"check": "tokenizer", "status": "ok", "message": "draft and target share one vocabulary of 49152 tokens"},
-        {"check": "context", "status": "warn", "message": f"2 prompts are within 64 tokens of the context {HOSTILE}"},
+        {
+            "check": "context",
+            "status": "warn",
+            "message": f"2 prompts are within 64 tokens of the context {HOSTILE}",
+            "text": SECRET,
+        },
     ]
 
 

@@ -139,7 +139,10 @@ def test_a_section_of_open_shape_shows_whatever_it_holds(tmp_path: Path) -> None
 
 def test_the_self_test_says_how_many_checks_passed_and_on_which_day(tmp_path: Path) -> None:
     page = rendered_with(tmp_path, lambda result: None)
-    assert "On this machine, 2026-01-02: 1 of 2 checks passed. A check of times fails on a machine that does other work" in page.text
+    assert (
+        "On this machine, 2026-01-02: 1 of 2 checks passed. A check of times fails on a machine that does other work"
+        in page.text
+    )
 
 
 def test_predictions_are_marked(tmp_path: Path) -> None:
@@ -343,9 +346,12 @@ def test_interference_says_who_waits_for_whom(rendered: dict[str, Path]) -> None
 
 
 def test_an_interference_that_could_not_be_measured_says_why(tmp_path: Path) -> None:
-    refused = {"config": {"backend": "vllm", "variant": "off", "chunked_prefill": False}, "problem": "needs a longer context"}
-    page = rendered_with(tmp_path, lambda result: result["interference"].append(refused))
-    assert "vllm : off off not measured: needs a longer context" in page.text
+    def refuse(result: dict[str, Any]) -> None:
+        config = {**result["interference"][0]["config"], "chunked_prefill": False}
+        result["interference"].append({"config": config, "problem": "needs a longer context"})
+
+    page = rendered_with(tmp_path, refuse)
+    assert "reference : draft model, K = 1 off not measured: needs a longer context" in page.text
 
 
 def test_a_comparison_across_the_machines_drift_gets_a_caveat(tmp_path: Path) -> None:

@@ -93,6 +93,19 @@ def test_the_order_of_a_block_cancels_a_linear_drift() -> None:
     assert changes("e2e_p50@8", [drifting])[0] == pytest.approx(0.0, abs=1e-4)
 
 
+def test_a_slower_first_server_is_neither_a_change_nor_noise() -> None:
+    slow, fast = turn(1.03), turn(1.0)
+    found = [
+        Block((slow, slow), (fast, fast)) if i % 2 == 0 else Block((fast, fast), (slow, slow), first="candidate")
+        for i in range(9)
+    ]
+    run = gate(found)
+    assert run.verdict.outcome == "pass"
+    step = next(c for c in run.verdict.comparisons if c.key == "step@8")
+    assert step.change == pytest.approx(0.0, abs=1e-9)
+    assert step.noise == pytest.approx(0.0, abs=1e-9)
+
+
 def with_failures(block: Block, failed: int) -> Block:
     first, second = block.candidate
     return replace(block, candidate=(replace(first, failed=failed, failures={"http_500": failed}), second))

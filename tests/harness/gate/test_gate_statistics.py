@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from harness.gate.statistics import blocks_to_decide, divergence_p, holm, level, mean_of
+from harness.gate.statistics import blocks_to_decide, divergence_p, holm, level, mean_of, mean_of_groups
 
 
 def test_p_value_and_interval_are_those_of_the_one_sample_t_test() -> None:
@@ -23,6 +23,17 @@ def test_one_value_proves_nothing() -> None:
     mean = mean_of([0.5])
     assert mean.p_above(0.0) == mean.p_below(1.0) == 1.0
     assert mean.interval() is None
+
+
+def test_groups_count_alike_and_what_a_group_shares_is_no_noise() -> None:
+    first, second = [0.03, 0.05, 0.04], [-0.03, -0.01, -0.04, -0.02, -0.05]
+    mean = mean_of_groups([first, second])
+    two_sample = stats.ttest_ind(first, [-value for value in second], alternative="greater")  # mean of first + mean of second
+    assert mean.p_above(0.0) == pytest.approx(two_sample.pvalue)
+    assert mean.value == pytest.approx((0.04 - 0.03) / 2)
+    assert mean.freedom == 6
+    assert mean_of_groups([first, []]) == mean_of(first)
+    assert mean_of_groups([[0.03], [-0.03]]).interval() is None
 
 
 def test_values_that_never_vary_are_certain() -> None:
