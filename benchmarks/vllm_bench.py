@@ -106,8 +106,13 @@ def main() -> None:
             warm = [Request(i, None, prompt=text, max_tokens=8) for i, text in enumerate(texts)]
             uvloop.run(warm_up(endpoint, warm, Load("closed", "sample", concurrency=CONCURRENCY), ReplayOptions()))
             for number in range(given.rounds):
-                pair = [ours(endpoint, texts), theirs(given.engine, endpoint, model, texts, Path(name))]
-                row = f"{pair[0] * 1e3:.2f} | {pair[1] * 1e3:.2f} | {pair[0] / pair[1]:.3f}"
+                if number % 2:  # the sides take turns in going first
+                    other = theirs(given.engine, endpoint, model, texts, Path(name))
+                    mine = ours(endpoint, texts)
+                else:
+                    mine = ours(endpoint, texts)
+                    other = theirs(given.engine, endpoint, model, texts, Path(name))
+                row = f"{mine * 1e3:.2f} | {other * 1e3:.2f} | {mine / other:.3f}"
                 print(f"| {config.label()} | {number + 1} | {row} |", flush=True)
 
 

@@ -32,6 +32,9 @@ LAST_SUSPICION = 0.65
 """Fraction of the budget by which all error for suspicions is spent: the rest is what a confirmation takes."""
 
 
+KNOWN_FREEDOM = 20
+"""Degrees of freedom from which on the noise of earlier gates counts as known."""
+
 WIDEST = 0.8
 """Share of the band that a 95 % interval may reach to either side in a pass."""
 
@@ -46,8 +49,8 @@ class Step:
 
 
 def confirmation_blocks(suspected_at: int, rules: Rules) -> int:
-    """Fresh blocks that confirm a suspicion: half of what raised it, and enough for a t-test."""
-    return max(rules.min_blocks + 1, math.ceil(suspected_at / 2))
+    """Fresh blocks that confirm a suspicion: half of what raised it, and three of either order at least."""
+    return max(6, math.ceil(suspected_at / 2))
 
 
 def confirming(blocks: int, progress: Progress, rules: Rules) -> bool:
@@ -119,7 +122,9 @@ def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rul
 
 def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules, known: Mapping[str, Noise]) -> bool:
     required = [key for key in keys_of(blocks) if metric_of(key).required]
-    if len(blocks) < min(rules.min_blocks_to_pass, rules.max_blocks) or not required:
+    is_known = all(key in known and known[key].freedom >= KNOWN_FREEDOM for key in required)
+    least = rules.min_blocks_where_noise_is_known if is_known else rules.min_blocks_to_pass
+    if len(blocks) < min(least, rules.max_blocks) or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
     means = {key: mean_change(key, blocks).steadied(known.get(key)) for key in required}

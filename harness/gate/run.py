@@ -33,7 +33,7 @@ class Profile:
 
 
 PROFILES: Mapping[str, Profile] = {
-    "pr": Profile(budget_s=300.0, requests_per_turn=8, batch_sizes=(4,), max_output_tokens=24, max_blocks=16),
+    "pr": Profile(budget_s=300.0, requests_per_turn=16, batch_sizes=(4,), max_output_tokens=24, max_blocks=16),
     "nightly": Profile(budget_s=3600.0, requests_per_turn=48, batch_sizes=(1, 8), max_output_tokens=None, max_blocks=48),
 }
 

@@ -61,11 +61,12 @@ class Rules:
     band: float = 0.03  # smaller changes of a time or a rate do not matter
     acceptance_band: float = 0.02  # of tau; of a position rate, absolute
     divergence_band: float = 0.02  # share of greedy requests
-    suspect_alpha: float = 0.05
+    suspect_alpha: float = 0.1
     confirm_alpha: float = 0.05
     pass_alpha: float = 0.01
     min_blocks: int = 4  # before anything is said
     min_blocks_to_pass: int = 8  # of few blocks some have, by luck, hardly any spread
+    min_blocks_where_noise_is_known: int = 6  # from earlier gates
     max_blocks: int = 16
     lossless: bool = True  # greedy outputs of both sides must be equal, up to what the baseline differs from itself
 

@@ -50,6 +50,7 @@ def test_ngram_pays_on_grounded_text_and_not_on_open_ended_text(
     assert low > 1 if verdict == "enable" else high < 1
 
 
+@pytest.mark.slow
 def test_the_interference_probe_tells_what_long_prompts_cost_the_decoding() -> None:
     result = tune(
         "vllm-interference",
