@@ -2,8 +2,10 @@
 
     python -m benchmarks.vllm_bench --engine VLLM_PYTHON [--variant ngram --k 4] [--rounds 3]
 
-vLLM's own tool needs `pandas` and `datasets` in its environment. Prompts are sent as they stand to /v1/completions, greedily, with a
-fixed output length, a fixed number in flight. The table gives the median TPOT that each reads in each round.
+vLLM's own tool needs `pandas` and `datasets` in its environment. Prompts are sent as they stand to /v1/completions, greedily, each with an
+output length of its own, one every 1 / RATE_RPS seconds: at equal times the same requests overlap, which a fixed number in flight does
+not ensure (requests that begin together end together in vLLM's tool, and ours starts them apart). The table gives the median TPOT that
+each reads in each round.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from harness.warmup import warm_up
 from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
 
-REQUESTS, OUTPUT_TOKENS, CONCURRENCY = 48, 48, 4
+REQUESTS, RATE_RPS = 48, 2.5
+OUTPUT_TOKENS = [24 + 7 * i % 48 for i in range(REQUESTS)]  # 24 to 71, every one once
 BENCH = "import argparse, vllm.benchmarks.serve as s; p = argparse.ArgumentParser(); s.add_cli_args(p); s.main(p.parse_args())"
 
 
@@ -43,15 +46,19 @@ def prompts() -> list[str]:
 def ours(endpoint: Endpoint, texts: list[str]) -> float:
     """Median TPOT in seconds."""
     sampling = {"temperature": 0, "ignore_eos": True}
-    requests = [Request(i, None, prompt=text, max_tokens=OUTPUT_TOKENS, sampling=sampling) for i, text in enumerate(texts)]
-    run = uvloop.run(replay(endpoint, requests, Load("closed", "sample", concurrency=CONCURRENCY), ReplayOptions()))
+    requests = [
+        Request(i, i / RATE_RPS, prompt=text, max_tokens=tokens, sampling=sampling)
+        for i, (text, tokens) in enumerate(zip(texts, OUTPUT_TOKENS, strict=True))
+    ]
+    run = uvloop.run(replay(endpoint, requests, Load("trace", "sample"), ReplayOptions()))
     return statistics.median(record.tpot_s for record in run.records if record.tpot_s is not None)
 
 
 def theirs(python: str, endpoint: Endpoint, model: Path, texts: list[str], folder: Path) -> float:
     """Median TPOT in seconds."""
     data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    rows = [{"prompt": text, "output_tokens": tokens} for text, tokens in zip(texts, OUTPUT_TOKENS, strict=True)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [
         "--backend",
         "openai",
@@ -65,14 +72,23 @@ def theirs(python: str, endpoint: Endpoint, model: Path, texts: list[str], folde
     options += ["--tokenizer", str(model), "--dataset-name", "custom", "--dataset-path", str(data), "--skip-chat-template"]
     options += [
         "--custom-output-len",
-        str(OUTPUT_TOKENS),
+        "-1",
         "--num-prompts",
         str(len(texts)),
         "--ignore-eos",
         "--temperature",
         "0",
     ]
-    options += ["--max-concurrency", str(CONCURRENCY), "--disable-shuffle", "--save-result", "--result-dir", str(folder)]
+    options += [
+        "--request-rate",
+        str(RATE_RPS),
+        "--burstiness",
+        "1e6",
+        "--disable-shuffle",
+        "--save-result",
+        "--result-dir",
+        str(folder),
+    ]
     options += ["--result-filename", "bench.json"]
     done = subprocess.run([python, "-c", BENCH, *options], capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
@@ -104,7 +120,7 @@ def main() -> None:
         ):
             endpoint = server.endpoint
             warm = [Request(i, None, prompt=text, max_tokens=8) for i, text in enumerate(texts)]
-            uvloop.run(warm_up(endpoint, warm, Load("closed", "sample", concurrency=CONCURRENCY), ReplayOptions()))
+            uvloop.run(warm_up(endpoint, warm, Load("closed", "sample", concurrency=4), ReplayOptions()))
             for number in range(given.rounds):
                 if number % 2:  # the sides take turns in going first
                     other = theirs(given.engine, endpoint, model, texts, Path(name))
