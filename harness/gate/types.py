@@ -61,7 +61,7 @@ class Rules:
     band: float = 0.03  # smaller changes of a time or a rate do not matter
     acceptance_band: float = 0.02  # of tau; of a position rate, absolute
     divergence_band: float = 0.02  # share of greedy requests
-    suspect_alpha: float = 0.1
+    suspect_alpha: float = 0.07
     confirm_alpha: float = 0.05
     pass_alpha: float = 0.01
     min_blocks: int = 4  # before anything is said
