@@ -117,7 +117,7 @@ class Run:
 
     def _selftest(self) -> dict[str, Any] | None:
         """What the self-test found on this machine; run now, its timing part, where it never was. None where others measure."""
-        if self.settings.executor != "local":
+        if self.settings.executor == "ray":
             return None
         fingerprint = self.lab.site.environment["fingerprint"]
         if found := kept(fingerprint):
