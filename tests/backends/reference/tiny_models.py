@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from backends.reference.batch import Piece, build_batch
 from backends.reference.engine import Engine
+from backends.reference.kv_cache import KVCache
 from backends.reference.sequence import Sequence
 from backends.serving import GenerationRequest
 
@@ -96,3 +99,23 @@ PROMPTS = prompts(16)
 def sampled_requests() -> list[GenerationRequest]:
     cuts = [{}, {"top_p": 0.9}, {"top_k": 20}, {"top_k": 50, "top_p": 0.8}]
     return [request(p, temperature=0.8, seed=i, ignore_eos=True, **cuts[i % 4]) for i, p in enumerate(PROMPTS)]
+
+
+TREE = {"topk": 3, "num_draft_tokens": 12}
+CHAINS = ("ngram", "suffix", "draft_model", "medusa", "eagle2", "eagle3", "p_eagle", "mtp")
+TREES = ("medusa", "eagle2", "eagle3", "mtp")
+HEADS = [(v, {}) for v in CHAINS[3:]] + [(v, TREE) for v in TREES]
+ALL = [(v, {}) for v in CHAINS] + [(v, TREE) for v in TREES]
+
+
+def name(case: object) -> str | None:
+    """Of a case's tree settings, in a test's id."""
+    return ("tree" if case else "chain") if isinstance(case, dict) else None
+
+
+def target_pass(engine: Engine, tokens: list[int]) -> tuple[tuple[Tensor, list[Tensor]], KVCache]:
+    """The target's last hidden states and captured streams for `tokens`, and a cache of its own, with nothing of the engine's."""
+    model = engine.model
+    cache = KVCache(model.config, slots=1, rows=len(tokens), dtype=model.dtype, device=model.device)
+    batch = build_batch([Piece(0, 0, tokens)], slot_rows=len(tokens), dtype=model.dtype, device=model.device)
+    return model.forward(batch, cache, engine.drafter.capture), cache
