@@ -136,7 +136,12 @@ class Server:
         else:
             self._end(STOP_GRACE_S)
 
-    def _wait_ready(self, timeout_s: float, on_progress: Progress | None) -> None:
+    def wait_healthy(self, timeout_s: float, on_progress: Progress | None = None) -> None:
+        """Wait until /health is 200, up to `timeout_s` seconds since the process began. No request is sent.
+
+        Raises:
+            BackendError: as `start`.
+        """
         deadline = self._started + timeout_s
         shown_s = 0.0
         while not self._healthy():
@@ -149,7 +154,10 @@ class Server:
                 shown_s = elapsed_s
                 on_progress(elapsed_s, _last_line(self.log()))
             time.sleep(POLL_S)
-        self._require_token(deadline, timeout_s)
+
+    def _wait_ready(self, timeout_s: float, on_progress: Progress | None) -> None:
+        self.wait_healthy(timeout_s, on_progress)
+        self._require_token(self._started + timeout_s, timeout_s)
         ready_s = time.monotonic() - self._started
         self.endpoint = replace(self.endpoint, startup_s=ready_s)
 

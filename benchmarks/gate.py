@@ -133,11 +133,8 @@ class NoisySource:
 
     def block(self, number: int) -> Block:
         self.now_s += 2 * START_S
-        if number % 2:
-            b1, a1, a2, b2 = (self._turn(side, number, first=bool(side)) for side in (1, 0, 0, 1))
-            return Block((a1, a2), (b1, b2), first="candidate")
-        a1, b1, b2, a2 = (self._turn(side, number, first=not side) for side in (0, 1, 1, 0))
-        return Block((a1, a2), (b1, b2))
+        order = Block.order(number)
+        return Block.of(order, [self._turn(int(side == "candidate"), number, first=side == order[0]) for side in order])
 
     def _turn(self, side: int, number: int, *, first: bool) -> Sample:
         scenario, normal = self.scenario, self.rng.standard_normal

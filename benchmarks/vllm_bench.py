@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -122,12 +123,9 @@ def main() -> None:
             warm = [Request(i, None, prompt=text, max_tokens=8) for i, text in enumerate(texts)]
             uvloop.run(warm_up(endpoint, warm, Load("closed", "sample", concurrency=4), ReplayOptions()))
             for number in range(given.rounds):
-                if number % 2:  # the sides take turns in going first
-                    other = theirs(given.engine, endpoint, model, texts, Path(name))
-                    mine = ours(endpoint, texts)
-                else:
-                    mine = ours(endpoint, texts)
-                    other = theirs(given.engine, endpoint, model, texts, Path(name))
+                clients = [partial(ours, endpoint, texts), partial(theirs, given.engine, endpoint, model, texts, Path(name))]
+                turn = -1 if number % 2 else 1  # they take turns in going first
+                mine, other = [client() for client in clients[::turn]][::turn]
                 row = f"{mine * 1e3:.2f} | {other * 1e3:.2f} | {mine / other:.3f}"
                 print(f"| {config.label()} | {number + 1} | {row} |", flush=True)
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from backends.types import ServingConfig
 from harness import evidence as ev
 from harness.decide import BatchEvidence, Evidence, Ratio
 from harness.settings import RunSettings
 from harness.space import Space, group_key
-from harness.statistics import paired_speedup
+from harness.statistics import Array, column, paired_speedup
 from harness.store import Trial
 from harness.types import Load
 
@@ -85,6 +87,16 @@ class Findings:
             drift=max(drift.value, 1 / drift.value) if (drift := self.drift(trace, finalist.off())) else 1.0,
             records_of=self.records_of,
         )
+
+    def lengths(self, trace: str, off: ServingConfig) -> dict[str, Array]:
+        """Input and output tokens, as the engine counted them, of all requests of a trace that `off` answered, each once, in the
+        trace's order; NaN where it did not say. Empty where nothing was measured."""
+        tables = [self.records_of(t) for t in self.trials if t.measured and t.config == off and t.load.trace == trace]
+        if not tables:
+            return {}
+        _, first = np.unique(np.concatenate([column(table, "index") for table in tables]), return_index=True)
+        names = ("input_tokens", "output_tokens")
+        return {name: np.concatenate([column(table, name) for table in tables])[first] for name in names}
 
     def drift(self, trace: str, off: ServingConfig) -> Ratio | None:
         """Off's E2E p50 at the start of the run ÷ at its end, on the same requests; None where it was not measured twice."""

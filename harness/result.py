@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from backends.deploy import as_dockerfile, as_kubernetes
 from backends.k_schedule import FOLLOWED_BY
 from backends.registry import ADAPTERS
@@ -22,7 +20,6 @@ from harness.findings import Finalists, Findings
 from harness.provision import capacity
 from harness.replicates import replay_interval
 from harness.space import group_label
-from harness.statistics import column
 from harness.store import RunStore, Trial
 from harness.types import Decision
 from workloads.types import Trace, percentiles
@@ -65,12 +62,10 @@ def _workload(findings: Findings, trace: Trace) -> dict[str, Any]:
     """The trace's summary. Token counts that it does not hold are those of the engine, over all requests that it answered with off."""
     found = trace.summary()
     unknown = [name for name in ("input_tokens", "output_tokens") if found[name]["p50"] is None]
-    trials = [t for t in findings.trials if t.measured and t.load.trace == trace.name and t.config in findings.primary_offs[:1]]
-    if not unknown or not trials:
+    lengths = findings.lengths(trace.name, findings.primary_offs[0]) if unknown else {}
+    if not lengths:
         return found
-    records = [findings.records_of(trial) for trial in trials]
-    _, first = np.unique(np.concatenate([column(r, "index") for r in records]), return_index=True)
-    counts = {name: percentiles(np.concatenate([column(r, name) for r in records])[first]) for name in unknown}
+    counts = {name: percentiles(lengths[name]) for name in unknown}
     said = " and ".join(name.replace("_", " ") for name in unknown)
     return {**found, **counts, "notes": [*found["notes"], f"{said} are counts of the engine: the trace does not hold them"]}
 

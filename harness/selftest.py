@@ -7,10 +7,8 @@ that log, or what it concluded with the fault that was injected.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,9 +21,9 @@ import orjson
 import uvloop
 
 from backends.cached import cache_folder
-from backends.http_client import call
+from backends.files import write_whole
 from backends.process import Server, free_port
-from backends.types import BackendError, Endpoint, Launch
+from backends.types import Endpoint, Launch
 from harness.client import ReplayOptions
 from harness.measure import measure
 from harness.replay import Replay, replay
@@ -75,11 +73,7 @@ def timing() -> list[Check]:
 def keep(checks: Sequence[Check], fingerprint: str) -> dict[str, Any]:
     """Remember what was found on the machine of this fingerprint; returns it as `result.json` shows it."""
     found = {"date": datetime.now(UTC).date().isoformat(), "checks": [asdict(check) for check in checks]}
-    path = _kept_at(fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps(found, indent=1) + "\n")
-    scratch.replace(path)
+    write_whole(_kept_at(fingerprint), json.dumps(found, indent=1) + "\n")
     return found
 
 
@@ -120,11 +114,7 @@ def simulated(*arguments: str) -> Iterator[tuple[Endpoint, Path]]:
         command = (sys.executable, "-m", "backends.simulated", *common, *arguments)
         launch = Launch(command, env={"PYTHONPATH": str(ROOT)}, served_model="simulated")
         with Server(launch, port=port, folder=Path(folder), backend="simulated") as server:
-            give_up = time.monotonic() + 60.0
-            while (reply := call(f"{server.endpoint.base_url}/health")) is None or reply.status != 200:
-                if not server.alive() or time.monotonic() > give_up:
-                    raise BackendError("the simulated server of the self-test did not start")
-                time.sleep(0.05)
+            server.wait_healthy(60.0)
             yield server.endpoint, truth
 
 

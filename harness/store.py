@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from backends.files import write_whole
 from backends.types import ConfigError, ServingConfig, SpecCounters
 from harness.types import Load, Measurement, Role, State
 
@@ -175,7 +176,7 @@ class RunStore:
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-        _replace(self.directory / "config.yaml", text.encode())
+        write_whole(self.directory / "config.yaml", text)
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """Write ``DIR/name`` whole or not at all."""
@@ -192,7 +193,7 @@ def measurement_fields(measurement: Measurement) -> dict[str, Any]:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    _replace(path, orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY, default=_jsonable))
+    write_whole(path, orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY, default=_jsonable))
 
 
 def _jsonable(value: Any) -> Any:
@@ -201,9 +202,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, frozenset | set):
         return sorted(value)
     raise TypeError(f"cannot write {type(value).__name__} as JSON")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)

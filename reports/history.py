@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backends.files import write_whole
 from harness.gate.metrics import label_of, metric_of
 from reports.figures import Chart
-from reports.render import page, write
+from reports.render import page
 from reports.rundata import ReportError
 from reports.text import clean
 from reports.trend import change_points, trend
@@ -59,7 +60,7 @@ def render_history(folder: Path) -> Path:
         _series(number, *key, sorted(gates, key=lambda g: g.created)) for number, (key, gates) in enumerate(groups.items())
     ]
     path = folder / "history.html"
-    write(path, page("history.html.j2", series=series, total=sum(len(s.gates) for s in series)))
+    write_whole(path, page("history.html.j2", series=series, total=sum(len(s.gates) for s in series)))
     return path
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from backends.files import write_whole
 from reports import charts, text
 from reports.answer import answers
 from reports.interchange import write_interchange, write_records
@@ -36,8 +36,8 @@ def render(run_dir: Path | Sequence[Path], *, show_text: bool = False, records: 
     folders = [run_dir] if isinstance(run_dir, Path) else list(run_dir)
     for folder in folders:
         run = load_run(folder, show_text=show_text)
-        write(folder / "report.html", html_report(run))
-        write(folder / "report.md", markdown_report(run))
+        write_whole(folder / "report.html", html_report(run))
+        write_whole(folder / "report.md", markdown_report(run))
         write_interchange(run)
         if records:
             write_records(run)
@@ -60,8 +60,7 @@ def render_together(folders: Sequence[Path], out: Path) -> None:
             style=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
         )
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write(out, page)
+    write_whole(out, page)
 
 
 def html_report(run: RunData) -> str:
@@ -146,10 +145,3 @@ def _markdown_text(value: Any) -> str:
     for mark in "\\`*_{}[]#|!":
         escaped = escaped.replace(mark, "\\" + mark)
     return " ".join(escaped.split())
-
-
-def write(path: Path, content: str) -> None:
-    """Write-then-rename: a reader never sees half a page."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, path)

@@ -71,6 +71,7 @@ def test_a_run_writes_a_valid_result_and_a_report_and_a_second_run_measures_noth
     assert {row["status"] for row in rows} == {"completed"}
     report = (out / "report.html").read_text()
     assert "again and again" not in report
+    assert workload["input_tokens"]["p50"] > 0, "counted by the engine: the trace holds none"
     assert result["selftest"]["checks"]
     assert "Self-test of the measuring client" in report
     before = trials(out)

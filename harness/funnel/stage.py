@@ -256,15 +256,16 @@ class FunnelStage:
 
     def _workload(self, name: str, off: ServingConfig, loads: Sequence[Observation]) -> Workload:
         """Lengths of all requests that off answered, at the trace's own load too."""
-        lengths: dict[float, tuple[int, int]] = {}
-        for trial in self.findings.trials:
-            if trial.measured and trial.config == off and trial.load.trace == name:
-                records = self.findings.records_of(trial)
-                rows = np.stack([column(records, c) for c in ("index", "input_tokens", "output_tokens")], axis=1)
-                lengths |= {i: (int(n), int(m)) for i, n, m in rows.tolist() if n >= 1 and m > 1}  # NaN compares as False
-        inputs, outputs = zip(*(lengths[i] for i in sorted(lengths)), strict=True)
+        inputs, outputs = self.findings.lengths(name, off).values()
+        good = (inputs >= 1) & (outputs > 1)  # NaN compares as False
         hits = [load.prefix_hit_rate for load in loads if load.workload == name]
-        return Workload(name, inputs, outputs, float(np.mean(hits)), self.findings.weights(name))
+        return Workload(
+            name,
+            tuple(inputs[good].astype(int).tolist()),
+            tuple(outputs[good].astype(int).tolist()),
+            float(np.mean(hits)),
+            self.findings.weights(name),
+        )
 
     def _curves(self, candidates: Sequence[ServingConfig]) -> dict[tuple[DraftKey, str], Curve]:
         """Exact acceptance from recorded outputs, for those drafters of the reference engine that read only the history."""

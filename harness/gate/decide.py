@@ -48,15 +48,15 @@ class Step:
     decided: bool
 
 
-def confirmation_blocks(suspected_at: int, rules: Rules) -> int:
+def confirmation_blocks(suspected_at: int) -> int:
     """Fresh blocks that confirm a suspicion: half of what raised it, and three of either order at least."""
     return max(6, math.ceil(suspected_at / 2))
 
 
-def confirming(blocks: int, progress: Progress, rules: Rules) -> bool:
+def confirming(blocks: int, progress: Progress) -> bool:
     """Whether a suspicion still waits for its fresh blocks."""
     at = progress.suspected_at
-    return at is not None and not progress.cleared and blocks < at + confirmation_blocks(at, rules)
+    return at is not None and not progress.cleared and blocks < at + confirmation_blocks(at)
 
 
 def decide(
@@ -74,7 +74,7 @@ def decide(
     if failing_blocks(blocks) >= 2:
         return Step(_verdict("regression", blocks, rules, confirmed=[FAILURES]), progress, True)
     if progress.suspected_at is not None and not progress.cleared:
-        if confirming(len(blocks), progress, rules):
+        if confirming(len(blocks), progress):
             return Step(_verdict("inconclusive", blocks, rules, progress), progress, False)
         confirmed = [name for name in progress.suspects if _confirmed(name, blocks, progress.suspected_at, rules)]
         if confirmed:
@@ -120,11 +120,15 @@ def _confirmed(name: str, blocks: Sequence[Block], suspected_at: int, rules: Rul
     return again and _beyond_band(name, blocks, rules)
 
 
+def least_blocks_to_pass(required: Sequence[str], rules: Rules, known: Mapping[str, Noise]) -> int:
+    """Fewer where the noise of all `required` metrics is known from earlier gates."""
+    is_known = all(key in known and known[key].freedom >= KNOWN_FREEDOM for key in required)
+    return min(rules.min_blocks_where_noise_is_known if is_known else rules.min_blocks_to_pass, rules.max_blocks)
+
+
 def _shown_equal(blocks: Sequence[Block], before: float, now: float, rules: Rules, known: Mapping[str, Noise]) -> bool:
     required = [key for key in keys_of(blocks) if metric_of(key).required]
-    is_known = all(key in known and known[key].freedom >= KNOWN_FREEDOM for key in required)
-    least = rules.min_blocks_where_noise_is_known if is_known else rules.min_blocks_to_pass
-    if len(blocks) < min(least, rules.max_blocks) or not required:
+    if len(blocks) < least_blocks_to_pass(required, rules, known) or not required:
         return False
     alpha = level(rules.pass_alpha, before, now)
     means = {key: mean_change(key, blocks).steadied(known.get(key)) for key in required}

@@ -132,11 +132,8 @@ class LiveSource:
             BackendError: the baseline could not be, or failed requests twice.
             OutOfTime: the block would not end within the budget.
         """
-        if number % 2:
-            b1, a1, a2, b2 = self.turns(number, ("candidate", "baseline", "baseline", "candidate"))
-            return Block((a1, a2), (b1, b2), first="candidate")
-        a1, b1, b2, a2 = self.turns(number, ("baseline", "candidate", "candidate", "baseline"))
-        return Block((a1, a2), (b1, b2))
+        order = Block.order(number)
+        return Block.of(order, self.turns(number, order))
 
     def turns(self, number: int, order: Sequence[str]) -> list[Sample]:
         """One sample for each name of `order`, on the requests of block `number`."""

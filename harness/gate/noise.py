@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from backends.cached import cache_folder
+from backends.files import write_whole
 from harness.gate.compare import band_of, keys_of, mean_change
+from harness.gate.decide import least_blocks_to_pass
 from harness.gate.metrics import label_of, metric_of
 from harness.gate.statistics import Noise, blocks_to_decide
 from harness.gate.types import Block, Rules
@@ -43,10 +44,7 @@ def keep_noise(path: Path, known: Mapping[str, Noise], blocks: Sequence[Block]) 
             continue
         before = known.get(key, Noise(0.0, 0))
         found[key] = Noise(before.variance, min(before.freedom, max(0, MOST_FREEDOM - mean.freedom))).joined(mean)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    scratch.write_text(json.dumps({key: asdict(noise) for key, noise in found.items()}, indent=1) + "\n")
-    scratch.replace(path)
+    write_whole(path, json.dumps({key: asdict(noise) for key, noise in found.items()}, indent=1) + "\n")
 
 
 def expectation(known: Mapping[str, Noise], rules: Rules) -> str | None:
@@ -59,6 +57,6 @@ def expectation(known: Mapping[str, Noise], rules: Rules) -> str | None:
     if not counts:
         return None
     key = max(counts, key=counts.__getitem__)
-    pairs = 2 * max(counts[key], rules.min_blocks_to_pass)
+    pairs = 2 * max(counts[key], least_blocks_to_pass(list(counts), rules, known))
     noise = known[key].variance ** 0.5
     return f"{label_of(key, several_loads=False)} had {noise:.1%} of noise per two pairs in earlier gates here: about {pairs} pairs decide"

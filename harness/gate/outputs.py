@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from backends.files import write_whole
 from harness.gate.explain import number, percent, relative_change
 from harness.gate.session import GateRun
 from harness.gate.types import Answer, Comparison, Rules, Status
@@ -42,10 +43,9 @@ class Report:
 
 def write_outputs(report: Report, out: Path) -> None:
     """gate.json, gate.md and junit.xml in `out`, which is made if it is missing."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gate.json").write_text(json.dumps(to_dict(report), indent=2, ensure_ascii=False) + "\n")
-    (out / "gate.md").write_text(markdown(report))
-    (out / "junit.xml").write_bytes(junit(report))
+    write_whole(out / "gate.json", json.dumps(to_dict(report), indent=2, ensure_ascii=False) + "\n")
+    write_whole(out / "gate.md", markdown(report))
+    write_whole(out / "junit.xml", junit(report))
 
 
 def to_dict(report: Report) -> dict[str, Any]:

@@ -80,5 +80,5 @@ def run_session(
 def _look_due(used: float, blocks: int, progress: Progress, rules: Rules) -> bool:
     """At the planned fractions of the budget, and when a confirmation is complete."""
     if progress.suspected_at is not None and not progress.cleared:
-        return not confirming(blocks, progress, rules)
+        return not confirming(blocks, progress)
     return any(progress.fraction < mark <= used for mark in LOOKS)

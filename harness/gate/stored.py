@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backends.files import write_whole
 from backends.types import ConfigError
 from harness.gate.live import LiveSource
 from harness.gate.session import OutOfTime
@@ -36,8 +37,7 @@ class StoredBaseline:
         }
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def read_baseline(path: Path) -> StoredBaseline:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Outcome = Literal["pass", "regression", "inconclusive"]
 Question = Literal["acceptance", "step_cost", "latency", "failures", "losslessness"]
+SideName = Literal["baseline", "candidate"]
 Status = Literal["regressed", "equal", "improved", "unclear", "not_measured"]
 
 EXIT_CODES: Mapping[Outcome, int] = {"pass": 0, "regression": 3, "inconclusive": 4}
@@ -46,7 +47,24 @@ class Block:
 
     baseline: tuple[Sample, Sample]
     candidate: tuple[Sample, Sample]
-    first: Literal["baseline", "candidate"] = "baseline"
+    first: SideName = "baseline"
+
+    @staticmethod
+    def order(number: int) -> tuple[SideName, SideName, SideName, SideName]:
+        """Whose turns block `number` (from 0) consists of."""
+        return (
+            ("candidate", "baseline", "baseline", "candidate")
+            if number % 2
+            else ("baseline", "candidate", "candidate", "baseline")
+        )
+
+    @classmethod
+    def of(cls, order: Sequence[SideName], turns: Sequence[Sample]) -> Block:
+        """From the turns of `order`."""
+        first, second, third, last = turns
+        if order[0] == "candidate":
+            return cls((second, third), (first, last), first="candidate")
+        return cls((first, last), (second, third))
 
 
 @dataclass(frozen=True, slots=True)
