@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import HEADS, PROMPTS, Build, generate, name, request, save, shape, target_pass
+from tiny_models import HEADS, PROMPTS, Build, generate, head_from_scratch, name, request, save, shape, target_pass
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -25,23 +25,6 @@ from backends.reference.sequence import Sequence
 from backends.reference.verify import Draft
 from backends.types import ConfigError
 from tests.backends.reference.heads import published
-
-
-def head_from_scratch(engine: Engine, tokens: list[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Keys and values of each block [n - 1, kv_heads, head_dim], and outputs, for the true rows of `tokens`."""
-    (hidden, captured), _ = target_pass(engine, tokens[:-1])
-    head = engine.drafter._head  # type: ignore[attr-defined]
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.append((k, v))
-        return causal()(layer, q, k, v)
-
-    with torch.inference_mode():
-        output = head(
-            head.embed(torch.tensor(tokens[1:])), head.fuse(captured or [hidden]), torch.arange(len(tokens) - 1), attend
-        )
-    return seen, output
 
 
 @pytest.mark.parametrize(("variant", "tree"), [c for c in HEADS if c[0] != "medusa"], ids=name)

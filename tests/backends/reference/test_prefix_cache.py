@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_variants import HEADS, TREE, head_from_scratch, name
-from tiny_models import Build, generate, request
+from tiny_models import HEADS, TREE, Build, generate, head_from_scratch, name, request
 
 from backends.counters import parse_metrics
 from backends.reference.batch import Piece, build_batch

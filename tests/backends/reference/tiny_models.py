@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from backends.reference.batch import Piece, build_batch
 from backends.reference.engine import Engine
+from backends.reference.heads.block import causal
 from backends.reference.kv_cache import KVCache
 from backends.reference.sequence import Sequence
 from backends.serving import GenerationRequest
@@ -119,3 +120,20 @@ def target_pass(engine: Engine, tokens: list[int]) -> tuple[tuple[Tensor, list[T
     cache = KVCache(model.config, slots=1, rows=len(tokens), dtype=model.dtype, device=model.device)
     batch = build_batch([Piece(0, 0, tokens)], slot_rows=len(tokens), dtype=model.dtype, device=model.device)
     return model.forward(batch, cache, engine.drafter.capture), cache
+
+
+def head_from_scratch(engine: Engine, tokens: list[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Keys and values of each block [n - 1, kv_heads, head_dim], and outputs, for the true rows of `tokens`."""
+    (hidden, captured), _ = target_pass(engine, tokens[:-1])
+    head = engine.drafter._head  # type: ignore[attr-defined]
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append((k, v))
+        return causal()(layer, q, k, v)
+
+    with torch.inference_mode():
+        output = head(
+            head.embed(torch.tensor(tokens[1:])), head.fuse(captured or [hidden]), torch.arange(len(tokens) - 1), attend
+        )
+    return seen, output
