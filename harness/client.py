@@ -38,6 +38,7 @@ class ReplayOptions:
     """cold: the server is asked to empty its prefix cache before the load; a server that cannot is named in a warning."""
     send_lag_limit_s: float = 0.005  # p99; or a tenth of the median TTFT, where that is more
     keep_outputs: bool = False  # text and token ids stay in the records
+    lead_salt: str | None = None  # marks the prompts of lead-in and lead-out; None: a mark that no other load has
     count_tokens: CountTokens | None = None  # for servers that say neither usage nor token ids
     processes: int = 1  # client processes that share the load; see `harness.fanout`
 

@@ -252,7 +252,8 @@ async def _closed(
         nonlocal spare
         spare += 1
         original = calls[-spare % len(calls)].request
-        call = call_of(unseen(original, f"{sender.run_id}/{spare}"), sender.endpoint, sender.options).shortened(max_tokens)
+        marked = unseen(original, f"{sender.options.lead_salt or sender.run_id}/{spare}")
+        call = call_of(marked, sender.endpoint, sender.options).shortened(max_tokens)
         return call, sender.render(call, f"-lead{spare}")
 
     async def user(number: int) -> None:

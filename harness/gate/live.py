@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 
@@ -186,10 +187,13 @@ def runs_both_at_once(baseline: Side, candidate: Side) -> bool:
 
 async def _send(endpoint: Endpoint, part: Sequence[Request], load: Load, options: ReplayOptions, *, warm: bool) -> Replay:
     if warm:
-        await warm_up(endpoint, part, load, options)  # empties the prefix cache too
-    elif path := RESET_PATHS.get(endpoint.backend):
-        call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
-    return await replay(endpoint, part, load, options)
+        emptied = (await warm_up(endpoint, part, load, options)).prefix_cache == "cold"
+    else:
+        path = RESET_PATHS.get(endpoint.backend)
+        reply = path and call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
+        emptied = bool(reply and reply.status == HTTPStatus.OK)
+    # Equal lead-ins overlap alike in every turn, which is most of what differs between turns; from a full cache they would be read.
+    return await replay(endpoint, part, load, replace(options, lead_salt="lead") if emptied else options)
 
 
 def _named_endpoint(side: Side) -> Endpoint:

@@ -1,17 +1,24 @@
 """Gates on real servers with a tiny random model: the budget holds, files appear, exit codes are those of the contract."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from backends.types import BackendError, ConfigError
+from harness.client import unseen
 from harness.gate.cli import gate
 from harness.gate.live import LiveSource, Servers
+from harness.gate.sample import sample_of
 from harness.gate.session import OutOfTime
 from harness.gate.sides import parse_side
+from harness.gate.types import Sample
 from harness.gate.workload import Workload
+from harness.replay import Replay
+from harness.types import Measurement
 from workloads.load import load_trace
+from workloads.types import Request
 
 
 @pytest.fixture
@@ -53,6 +60,32 @@ def test_a_block_that_cannot_end_within_the_budget_is_given_up(tmp_path: Path, t
         live = LiveSource(side, side, Workload(load_trace(trace), (2,), 4, 8), servers, budget_s=0.5)
         with pytest.raises(OutOfTime):
             live.block(0)
+
+
+@pytest.mark.slow
+def test_all_turns_of_a_block_begin_with_the_same_lead_in(
+    tmp_path: Path, trace: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts: list[str | None] = []
+    leads: list[set[str | None]] = []
+
+    def marked(request: Request, salt: str) -> Request:
+        prompts.append(unseen(request, salt).prompt)
+        return unseen(request, salt)
+
+    def end_of_turn(loads: Sequence[tuple[Replay, Measurement]], requests: Sequence[Request]) -> Sample:
+        leads.append(set(prompts[:2]))
+        prompts.clear()
+        return sample_of(loads, requests)
+
+    monkeypatch.setattr("harness.replay.unseen", marked)
+    monkeypatch.setattr("harness.gate.live.sample_of", end_of_turn)
+    side = parse_side("--baseline", f"--model {tiny_model}")
+    with Servers(tmp_path, both_at_once=True) as servers:
+        LiveSource(side, side, Workload(load_trace(trace), (2,), 4, 8), servers, budget_s=120.0).block(0)
+    assert len(leads) == 4
+    assert leads[0] == leads[1] == leads[2] == leads[3]
+    assert len(leads[0]) == 2
 
 
 @pytest.mark.slow
