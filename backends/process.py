@@ -95,6 +95,12 @@ class Server:
             raise
         return server
 
+    @property
+    def pid(self) -> int:
+        """Of the engine's main process."""
+        assert self._engine_pid is not None  # known once `start` has returned
+        return self._engine_pid
+
     def alive(self) -> bool:
         """Whether the engine's main process runs."""
         self._read_status()

@@ -1,32 +1,32 @@
-"""Blocks from real servers: both run at once where nothing but CPU is shared, else one lifetime after the other."""
+"""Blocks from real servers: both live at once where nothing but CPU is shared, else one lifetime after the other.
+
+Turns follow one another, so that each side has the machine to itself; where the two can share a CPU fairly they are a duet.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from pathlib import Path
-from types import TracebackType
 
 import uvloop
 
 from backends.http_client import call
-from backends.process import Server, free_port
-from backends.registry import ADAPTERS
 from backends.types import BackendError, Endpoint
 from harness.client import ReplayOptions
-from harness.environment import environment
+from harness.gate.duet import Duet
 from harness.gate.sample import sample_of
+from harness.gate.servers import Servers
 from harness.gate.session import OutOfTime
-from harness.gate.sides import Side, checkout, remove_checkout
+from harness.gate.sides import Side
 from harness.gate.types import Block, Sample
 from harness.gate.workload import Workload
 from harness.measure import measure
 from harness.replay import Replay, replay
-from harness.types import Load
+from harness.types import Load, Measurement
 from harness.warmup import RESET_PATHS, warm_up
 from workloads.types import Request
 
@@ -42,86 +42,40 @@ class CandidateDown(BackendError):
     """The candidate's server did not start, or died, twice."""
 
 
-class Servers:
-    """Starts and ends the servers of both sides."""
+class SideFailed(Exception):
+    """One side could not be measured this time."""
 
-    def __init__(self, folder: Path, *, both_at_once: bool) -> None:
-        self.folder = folder
-        self.both_at_once = both_at_once
-        self.starts = 0
-        self.starting_s = 0.0  # spent on starts so far
-        self._running: dict[str, Server] = {}
-        self._warm: set[str] = set()
-        self._trees: dict[str, Path] = {}
-
-    def __enter__(self) -> Servers:
-        return self
-
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None) -> None:
-        self.stop_all()
-        for tree in self._trees.values():
-            remove_checkout(tree)
-
-    def stop_all(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for server in self._running.values():
-                stack.callback(server.stop)
-            self._running, self._warm = {}, set()
-
-    def endpoint(self, name: str, side: Side) -> Endpoint:
-        """The running server of this side, started if there is none.
-
-        Raises:
-            BackendError: it does not start.
-        """
-        if side.url:
-            return _named_endpoint(side)
-        server = self._running.get(name)
-        if server is None or not server.alive():
-            if not self.both_at_once:
-                self.stop_all()
-            self._running.pop(name, None)
-            self._warm.discard(name)
-            self._running[name] = server = self._start(name, side)
-        return server.endpoint
-
-    def first_use(self, name: str) -> bool:
-        """Whether this side's server has not been warmed up yet."""
-        fresh = name not in self._warm
-        self._warm.add(name)
-        return fresh
-
-    def _start(self, name: str, side: Side) -> Server:
-        assert side.config is not None
-        self.starts += 1
-        port, adapter = free_port(), ADAPTERS[side.backend]
-        folder = self.folder / f"{self.starts:04d}-{name}"
-        folder.mkdir(parents=True, exist_ok=True)
-        launch = adapter.launch(side.config, port=port, command=side.command, base_args=side.base_args)
-        if side.revision:
-            tree = self._trees.setdefault(side.revision, checkout(side.revision, self.folder))
-            path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
-            launch = replace(launch, env={**launch.env, "PYTHONPATH": path})
-        begun_s = time.monotonic()
-        server = Server.start(launch, port=port, folder=folder, backend=side.backend)
-        self.starting_s += time.monotonic() - begun_s
-        try:
-            server.endpoint = adapter.read_back(server.endpoint, side.config, server.log())
-        except BaseException:
-            server.stop()
-            raise
-        return server
+    def __init__(self, name: str, error: BackendError) -> None:
+        super().__init__(name)
+        self.name = name
+        self.error = error
 
 
 class LiveSource:
-    """Measures blocks on two sides. Each block has servers of its own, except where a side is a server that already runs."""
+    """Measures blocks on two sides. Each block has servers of its own, except where a side is a server that already runs.
 
-    def __init__(self, baseline: Side, candidate: Side, workload: Workload, servers: Servers, budget_s: float) -> None:
+    With a `duet` two turns at a time, one of each side.
+    """
+
+    def __init__(
+        self,
+        baseline: Side,
+        candidate: Side,
+        workload: Workload,
+        servers: Servers,
+        budget_s: float,
+        duet: Duet | None = None,
+    ) -> None:
         self.sides = {"baseline": baseline, "candidate": candidate}
         self.workload = workload
         self.servers = servers
         self.budget_s = budget_s
+        self.duet = duet
         self.began_s = time.monotonic()
+
+    @property
+    def method(self) -> str:
+        return self.duet.method if self.duet else "turns one after the other"
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began_s
@@ -137,55 +91,91 @@ class LiveSource:
         return Block.of(order, self.turns(number, order))
 
     def turns(self, number: int, order: Sequence[str]) -> list[Sample]:
-        """One sample for each name of `order`, on the requests of block `number`."""
+        """One sample for each name of `order`, on the requests of block `number`; in a duet two and two at once."""
         part = self.workload.part(number)
+        together = 2 if self.duet else 1
+        groups = [order[i : i + together] for i in range(0, len(order), together)]
         for attempt in range(1, ATTEMPTS + 1):
             self.servers.stop_all()
-            name = order[0]
             samples: list[Sample] = []
-            shortest_s = 0.0  # of the turns so far, without starts
+            shortest_s = 0.0  # of the groups so far, without starts
             try:
-                for name in order:
-                    if self.elapsed_s() + shortest_s * (len(order) - len(samples)) > self.budget_s * BUDGET_SLACK:
+                for done, names in enumerate(groups):
+                    if self.elapsed_s() + shortest_s * (len(groups) - done) > self.budget_s * BUDGET_SLACK:
                         raise OutOfTime
                     begun_s = self.elapsed_s() - self.servers.starting_s
-                    samples.append(self._turn(name, part))
+                    samples += self._turns_at_once(names, part)
                     took_s = self.elapsed_s() - self.servers.starting_s - begun_s
                     shortest_s = min(shortest_s, took_s) if shortest_s else took_s
-            except BackendError as error:
+            except SideFailed as failed:
                 if attempt < ATTEMPTS:
                     continue
-                kind = CandidateDown if name == "candidate" else BackendError
-                raise kind(f"{name}: {error}", kind=error.kind, log_tail=error.log_tail) from None
+                kind, error = CandidateDown if failed.name == "candidate" else BackendError, failed.error
+                raise kind(f"{failed.name}: {error}", kind=error.kind, log_tail=error.log_tail) from None
             return samples
         raise AssertionError("every attempt returns or raises")
 
-    def _turn(self, name: str, part: Sequence[Request]) -> Sample:
-        endpoint = self.servers.endpoint(name, self.sides[name])
-        fresh = self.servers.first_use(name)
-        loads = []
+    def _turns_at_once(self, names: Sequence[str], part: Sequence[Request]) -> list[Sample]:
+        """
+        Raises:
+            SideFailed: a server does not start, a load is invalid, or the baseline fails requests.
+        """
+        endpoints = []
+        for name in names:
+            with _measuring(name):
+                endpoints.append(self.servers.endpoint(name, self.sides[name]))
+        fresh = [self.servers.first_use(name) for name in names]
+        loads: list[list[tuple[Replay, Measurement]]] = [[] for _ in names]
         for load in self.workload.loads:
-            result = uvloop.run(_send(endpoint, part, load, self._options(), warm=fresh))
-            measurement = measure(result, load, seed=self.workload.seed)
-            failed = sum(measurement.requests["failures"].values())
-            if failed and name == "baseline":
-                raise BackendError(f"{failed} of {len(part)} requests failed: {measurement.requests['failures']}")
-            if measurement.invalid and not failed:
-                raise BackendError(measurement.invalid)
-            loads.append((result, measurement))
-        return sample_of(loads, part)
+            sent = uvloop.run(self._send(names, endpoints, part, load, warm=fresh))
+            for name, found, measured in zip(names, sent, loads, strict=True):
+                with _measuring(name):
+                    if isinstance(found, BaseException):
+                        raise found
+                    measured.append((found, self._measure(name, found, load)))
+        return [sample_of(measured, part) for measured in loads]
 
-    def _options(self) -> ReplayOptions:
-        return ReplayOptions(max_output_tokens=self.workload.max_output_tokens, seed=self.workload.seed, keep_outputs=True)
+    def _measure(self, name: str, found: Replay, load: Load) -> Measurement:
+        measurement = measure(found, load, seed=self.workload.seed)
+        failed = sum(measurement.requests["failures"].values())
+        if failed and name == "baseline":
+            raise BackendError(f"{failed} of {len(found.records)} requests failed: {measurement.requests['failures']}")
+        if measurement.invalid and not failed:
+            raise BackendError(measurement.invalid)
+        return measurement
+
+    async def _send(
+        self, names: Sequence[str], endpoints: Sequence[Endpoint], part: Sequence[Request], load: Load, *, warm: Sequence[bool]
+    ) -> list[Replay | BaseException]:
+        """The load on all endpoints at the same time, each as ready as the others."""
+        options = ReplayOptions(max_output_tokens=self.workload.max_output_tokens, seed=self.workload.seed, keep_outputs=True)
+        ready = await asyncio.gather(
+            *(_prepared(endpoint, part, load, options, warm=w) for endpoint, w in zip(endpoints, warm, strict=True))
+        )
+        replays = asyncio.gather(
+            *(replay(endpoint, part, load, own) for endpoint, own in zip(endpoints, ready, strict=True)), return_exceptions=True
+        )
+        if self.duet is None:
+            return await replays
+        exchanging = asyncio.ensure_future(self.duet.exchange((self.servers.pid(names[0]), self.servers.pid(names[1]))))
+        try:
+            return await replays
+        finally:
+            exchanging.cancel()
 
 
-def runs_both_at_once(baseline: Side, candidate: Side) -> bool:
-    """Two servers are kept at once unless they would share a GPU's memory; servers that already run are never started."""
-    started = [side for side in (baseline, candidate) if side.url is None]
-    return len(started) < 2 or not environment()["gpu"]
+@contextlib.contextmanager
+def _measuring(name: str) -> Iterator[None]:
+    try:
+        yield
+    except BackendError as error:
+        raise SideFailed(name, error) from None
 
 
-async def _send(endpoint: Endpoint, part: Sequence[Request], load: Load, options: ReplayOptions, *, warm: bool) -> Replay:
+async def _prepared(
+    endpoint: Endpoint, part: Sequence[Request], load: Load, options: ReplayOptions, *, warm: bool
+) -> ReplayOptions:
+    """Warm the server up, or only empty its prefix cache; the options to go on with."""
     if warm:
         emptied = (await warm_up(endpoint, part, load, options)).prefix_cache == "cold"
     else:
@@ -193,17 +183,4 @@ async def _send(endpoint: Endpoint, part: Sequence[Request], load: Load, options
         reply = path and call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
         emptied = bool(reply and reply.status == HTTPStatus.OK)
     # Equal lead-ins overlap alike in every turn, which is most of what differs between turns; from a full cache they would be read.
-    return await replay(endpoint, part, load, replace(options, lead_salt="lead") if emptied else options)
-
-
-def _named_endpoint(side: Side) -> Endpoint:
-    """A server that already runs, with the name of the model it serves.
-
-    Raises:
-        BackendError: nothing answers there.
-    """
-    reply = call(f"{side.url}/v1/models")
-    body = reply.json() if reply else None
-    if not isinstance(body, dict) or not body.get("data"):
-        raise BackendError(f"{side.url}/v1/models: no OpenAI-compatible server answers")
-    return Endpoint(base_url=side.url or "", model=str(body["data"][0]["id"]), backend=side.backend)
+    return replace(options, lead_salt="lead") if emptied else options

@@ -38,6 +38,7 @@ class Report:
     environment: Mapping[str, Any]
     created: str  # UTC, ISO 8601 without a zone: 2026-01-31T12:00:00
     budget_s: float
+    method: str  # how turns were measured
     warnings: tuple[str, ...] = ()
 
 
@@ -62,6 +63,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "budget_s": report.budget_s,
         "elapsed_s": run.elapsed_s,
         "stopped_by": run.stopped_by,
+        "method": report.method,
         "turns": [
             {
                 "block": i,
@@ -112,7 +114,8 @@ def markdown(report: Report) -> str:
     if warnings:
         lines += [*(f"> ⚠️ {_cell(warning)}" for warning in warnings), ""]
     lines.append(
-        f"{verdict.pairs} pairs in {report.run.elapsed_s:.0f} s of {report.budget_s:.0f} s; stopped by: {report.run.stopped_by}."
+        f"{verdict.pairs} pairs in {report.run.elapsed_s:.0f} s of {report.budget_s:.0f} s, {report.method}; "
+        f"stopped by: {report.run.stopped_by}."
     )
     return "\n".join(lines) + "\n"
 

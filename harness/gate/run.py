@@ -11,11 +11,13 @@ from pathlib import Path
 
 from backends.types import BackendError, ConfigError
 from harness.environment import environment
+from harness.gate.duet import duet_for
 from harness.gate.explain import CAUSE_WORDS
-from harness.gate.live import CandidateDown, LiveSource, Servers, runs_both_at_once
+from harness.gate.live import CandidateDown, LiveSource
 from harness.gate.noise import expectation, keep_noise, noise_file, read_noise
 from harness.gate.outputs import Report, github_annotations, markdown, write_outputs
-from harness.gate.session import GateRun, Source, run_session
+from harness.gate.servers import Servers, runs_both_at_once
+from harness.gate.session import GateRun, run_session
 from harness.gate.sides import Side, check_side, parse_side
 from harness.gate.stored import StoredBaseline, StoredSource, read_baseline, record, refuse_unequal, workload_of
 from harness.gate.types import Answer, Rules, Verdict
@@ -107,8 +109,10 @@ def run_gate(settings: GateSettings) -> int:
         return _against_stored(settings, workload, Path(baseline), candidate)
     first = parse_side("--baseline", baseline, endpoint_backend=settings.endpoint_backend)
     check_side("--baseline", first, workload.facts())
-    with Servers(Path(settings.out) / "servers", both_at_once=runs_both_at_once(first, candidate)) as servers:
-        live = LiveSource(first, candidate, workload, servers, limits.budget_s)
+    duet = duet_for(first, candidate)
+    threads = duet.threads if duet else None
+    with Servers(Path(settings.out) / "servers", both_at_once=runs_both_at_once(first, candidate), threads=threads) as servers:
+        live = LiveSource(first, candidate, workload, servers, limits.budget_s, duet)
         warnings = _unrestarted(first, candidate)
         return _finish(settings, settings.rules, workload, live, first.to_dict(), candidate, warnings)
 
@@ -142,7 +146,7 @@ def _finish(
     settings: GateSettings,
     rules: Rules,
     workload: Workload,
-    source: Source,
+    source: LiveSource | StoredSource,
     baseline: Mapping[str, object],
     candidate: Side,
     warnings: tuple[str, ...],
@@ -159,7 +163,7 @@ def _finish(
         run = GateRun(_down(str(error)), (), source.elapsed_s(), "decided")
     if run.verdict.outcome != "regression":  # what a fault does differs from request to request, which is no noise
         keep_noise(file, known, run.blocks)
-    report = Report(run, rules, baseline, candidate.to_dict(), here, _now(), budget_s, warnings)
+    report = Report(run, rules, baseline, candidate.to_dict(), here, _now(), budget_s, source.method, warnings)
     out = Path(settings.out)
     write_outputs(report, out)
     print(markdown(report))

@@ -89,6 +89,10 @@ class StoredSource:
         self.stored = stored
         self.live = live
 
+    @property
+    def method(self) -> str:
+        return self.live.method
+
     def elapsed_s(self) -> float:
         return self.live.elapsed_s()
 

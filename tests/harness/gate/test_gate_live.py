@@ -9,8 +9,9 @@ import pytest
 from backends.types import BackendError, ConfigError
 from harness.client import unseen
 from harness.gate.cli import gate
-from harness.gate.live import LiveSource, Servers
+from harness.gate.live import LiveSource
 from harness.gate.sample import sample_of
+from harness.gate.servers import Servers
 from harness.gate.session import OutOfTime
 from harness.gate.sides import parse_side
 from harness.gate.types import Sample

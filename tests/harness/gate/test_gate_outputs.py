@@ -18,7 +18,9 @@ SCHEMA = xmlschema.XMLSchema(Path(__file__).parents[2] / "data" / "gate" / "juni
 
 def report_of(run: GateRun, label: str = "--variant ngram --k 4") -> Report:
     side = {"label": label}
-    return Report(run, Rules(), side, side, {"fingerprint": "sha256:0"}, "2026-01-31T12:00:00", 160.0, ("a <b> | c",))
+    return Report(
+        run, Rules(), side, side, {"fingerprint": "sha256:0"}, "2026-01-31T12:00:00", 160.0, "in turn", ("a <b> | c",)
+    )
 
 
 def run_of(outcome: str) -> GateRun:
