@@ -104,7 +104,7 @@ class LiveSource:
                     if self.elapsed_s() + shortest_s * (len(groups) - done) > self.budget_s * BUDGET_SLACK:
                         raise OutOfTime
                     begun_s = self.elapsed_s() - self.servers.starting_s
-                    samples += self._turns_at_once(names, part)
+                    samples += self._turns_at_once(names, part, order[: len(samples)].count(names[0]))
                     took_s = self.elapsed_s() - self.servers.starting_s - begun_s
                     shortest_s = min(shortest_s, took_s) if shortest_s else took_s
             except SideFailed as failed:
@@ -115,8 +115,9 @@ class LiveSource:
             return samples
         raise AssertionError("every attempt returns or raises")
 
-    def _turns_at_once(self, names: Sequence[str], part: Sequence[Request]) -> list[Sample]:
-        """
+    def _turns_at_once(self, names: Sequence[str], part: Sequence[Request], turn: int) -> list[Sample]:
+        """The sides' turn number `turn` in the block.
+
         Raises:
             SideFailed: a server does not start, a load is invalid, or the baseline fails requests.
         """
@@ -127,7 +128,7 @@ class LiveSource:
         fresh = [self.servers.first_use(name) for name in names]
         loads: list[list[tuple[Replay, Measurement]]] = [[] for _ in names]
         for load in self.workload.loads:
-            sent = uvloop.run(self._send(names, endpoints, part, load, warm=fresh))
+            sent = uvloop.run(self._send(names, endpoints, part, load, turn, warm=fresh))
             for name, found, measured in zip(names, sent, loads, strict=True):
                 with _measuring(name):
                     if isinstance(found, BaseException):
@@ -145,16 +146,27 @@ class LiveSource:
         return measurement
 
     async def _send(
-        self, names: Sequence[str], endpoints: Sequence[Endpoint], part: Sequence[Request], load: Load, *, warm: Sequence[bool]
+        self,
+        names: Sequence[str],
+        endpoints: Sequence[Endpoint],
+        part: Sequence[Request],
+        load: Load,
+        turn: int,
+        *,
+        warm: Sequence[bool],
     ) -> list[Replay | BaseException]:
-        """The load on all endpoints at the same time, each as ready as the others."""
+        """The load on all endpoints at the same time, each as ready as the others.
+
+        In one turn both sides get equal lead-ins, so that their requests overlap alike, which is most of what differs between loads.
+        Its two turns differ, so that the baseline against itself shows what rounding does in batches of other shapes.
+        """
         options = ReplayOptions(max_output_tokens=self.workload.max_output_tokens, seed=self.workload.seed, keep_outputs=True)
-        ready = await asyncio.gather(
+        emptied = await asyncio.gather(
             *(_prepared(endpoint, part, load, options, warm=w) for endpoint, w in zip(endpoints, warm, strict=True))
         )
-        replays = asyncio.gather(
-            *(replay(endpoint, part, load, own) for endpoint, own in zip(endpoints, ready, strict=True)), return_exceptions=True
-        )
+        if all(emptied):  # else the second load would read its lead-ins from the cache
+            options = replace(options, lead_salt=f"lead{turn}")
+        replays = asyncio.gather(*(replay(endpoint, part, load, options) for endpoint in endpoints), return_exceptions=True)
         if self.duet is None:
             return await replays
         exchanging = asyncio.ensure_future(self.duet.exchange((self.servers.pid(names[0]), self.servers.pid(names[1]))))
@@ -172,15 +184,10 @@ def _measuring(name: str) -> Iterator[None]:
         raise SideFailed(name, error) from None
 
 
-async def _prepared(
-    endpoint: Endpoint, part: Sequence[Request], load: Load, options: ReplayOptions, *, warm: bool
-) -> ReplayOptions:
-    """Warm the server up, or only empty its prefix cache; the options to go on with."""
+async def _prepared(endpoint: Endpoint, part: Sequence[Request], load: Load, options: ReplayOptions, *, warm: bool) -> bool:
+    """Warm the server up, or only empty its prefix cache; whether that is empty now."""
     if warm:
-        emptied = (await warm_up(endpoint, part, load, options)).prefix_cache == "cold"
-    else:
-        path = RESET_PATHS.get(endpoint.backend)
-        reply = path and call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
-        emptied = bool(reply and reply.status == HTTPStatus.OK)
-    # Equal lead-ins overlap alike in every turn, which is most of what differs between turns; from a full cache they would be read.
-    return replace(options, lead_salt="lead") if emptied else options
+        return (await warm_up(endpoint, part, load, options)).prefix_cache == "cold"
+    path = RESET_PATHS.get(endpoint.backend)
+    reply = path and call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
+    return bool(reply and reply.status == HTTPStatus.OK)
