@@ -118,17 +118,22 @@ class LiveSource:
     def _turns_at_once(self, names: Sequence[str], part: Sequence[Request], turn: int) -> list[Sample]:
         """The sides' turn number `turn` in the block.
 
+        In one turn both sides get equal lead-ins and the same order, so that their requests overlap alike, which is most of what differs
+        between loads. The second turn has other lead-ins and the order reversed, so that the baseline against itself shows what
+        rounding does in batches of other shapes.
+
         Raises:
             SideFailed: a server does not start, a load is invalid, or the baseline fails requests.
         """
         endpoints = []
+        ordered = part if turn % 2 == 0 else part[::-1]
         for name in names:
             with _measuring(name):
                 endpoints.append(self.servers.endpoint(name, self.sides[name]))
         fresh = [self.servers.first_use(name) for name in names]
         loads: list[list[tuple[Replay, Measurement]]] = [[] for _ in names]
         for load in self.workload.loads:
-            sent = uvloop.run(self._send(names, endpoints, part, load, turn, warm=fresh))
+            sent = uvloop.run(self._send(names, endpoints, ordered, load, turn, warm=fresh))
             for name, found, measured in zip(names, sent, loads, strict=True):
                 with _measuring(name):
                     if isinstance(found, BaseException):
@@ -155,11 +160,7 @@ class LiveSource:
         *,
         warm: Sequence[bool],
     ) -> list[Replay | BaseException]:
-        """The load on all endpoints at the same time, each as ready as the others.
-
-        In one turn both sides get equal lead-ins, so that their requests overlap alike, which is most of what differs between loads.
-        Its two turns differ, so that the baseline against itself shows what rounding does in batches of other shapes.
-        """
+        """The load on all endpoints at the same time, each as ready as the others."""
         options = ReplayOptions(max_output_tokens=self.workload.max_output_tokens, seed=self.workload.seed, keep_outputs=True)
         emptied = await asyncio.gather(
             *(_prepared(endpoint, part, load, options, warm=w) for endpoint, w in zip(endpoints, warm, strict=True))
