@@ -64,7 +64,7 @@ async def warm_up(endpoint: Endpoint, requests: Sequence[Request], load: Load, o
                 break
             stable = is_stable(step_s, waves)
             waves.append(step_s)
-        emptied = options.prefix_cache == "cold" and await _empty_prefix_cache(endpoint, pool)
+        emptied = options.prefix_cache == "cold" and await empty_prefix_cache(endpoint)
     finally:
         pool.close()
     warnings = []
@@ -101,6 +101,13 @@ def _step_s(records: Sequence[RequestRecord]) -> float | None:
     return sum(times[-1] - times[0] for times in done) / sum(len(times) - 1 for times in done)
 
 
-async def _empty_prefix_cache(endpoint: Endpoint, pool: Pool) -> bool:
+async def empty_prefix_cache(endpoint: Endpoint) -> bool:
+    """Ask the server to empty its prefix cache; whether it did."""
     path = RESET_PATHS.get(endpoint.backend)
-    return path is not None and await get(pool, path, method="POST") is not None
+    if path is None:
+        return False
+    pool = Pool(Origin.of(endpoint.base_url))
+    try:
+        return await get(pool, path, method="POST") is not None
+    finally:
+        pool.close()

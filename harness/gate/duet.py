@@ -21,7 +21,7 @@ from harness.environment import environment
 from harness.gate.sides import Side
 
 EXCHANGE_S = 0.1
-"""A step or a few of a small model on a CPU; hundreds of exchanges in a turn."""
+"""A step or a few of a small model on a CPU; dozens of exchanges in a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Duet:
     def method(self) -> str:
         return f"both sides at once, each on {self.threads} of {2 * self.threads} cores, exchanged every {EXCHANGE_S:.1f} s"
 
-    async def exchange(self, pids: tuple[int, int]) -> None:
+    async def exchange(self, pids: Sequence[int]) -> None:
         """Keep two processes and their children on one half each, and exchange the halves until cancelled.
 
         Threads that start meanwhile stay where the thread that started them was.

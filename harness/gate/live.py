@@ -10,11 +10,9 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from http import HTTPStatus
 
 import uvloop
 
-from backends.http_client import call
 from backends.types import BackendError, Endpoint
 from harness.client import ReplayOptions
 from harness.gate.duet import Duet
@@ -27,7 +25,7 @@ from harness.gate.workload import Workload
 from harness.measure import measure
 from harness.replay import Replay, replay
 from harness.types import Load, Measurement
-from harness.warmup import RESET_PATHS, warm_up
+from harness.warmup import empty_prefix_cache, warm_up
 from workloads.types import Request
 
 ATTEMPTS = 2
@@ -126,7 +124,7 @@ class LiveSource:
             SideFailed: a server does not start, a load is invalid, or the baseline fails requests.
         """
         endpoints = []
-        ordered = part if turn % 2 == 0 else part[::-1]
+        ordered = part[::-1] if turn else part
         for name in names:
             with _measuring(name):
                 endpoints.append(self.servers.endpoint(name, self.sides[name]))
@@ -170,7 +168,7 @@ class LiveSource:
         replays = asyncio.gather(*(replay(endpoint, part, load, options) for endpoint in endpoints), return_exceptions=True)
         if self.duet is None:
             return await replays
-        exchanging = asyncio.ensure_future(self.duet.exchange((self.servers.pid(names[0]), self.servers.pid(names[1]))))
+        exchanging = asyncio.ensure_future(self.duet.exchange([self.servers.pid(name) for name in names]))
         try:
             return await replays
         finally:
@@ -189,6 +187,4 @@ async def _prepared(endpoint: Endpoint, part: Sequence[Request], load: Load, opt
     """Warm the server up, or only empty its prefix cache; whether that is empty now."""
     if warm:
         return (await warm_up(endpoint, part, load, options)).prefix_cache == "cold"
-    path = RESET_PATHS.get(endpoint.backend)
-    reply = path and call(f"{endpoint.base_url}{path}", {}, api_key_env=endpoint.api_key_env)
-    return bool(reply and reply.status == HTTPStatus.OK)
+    return await empty_prefix_cache(endpoint)
