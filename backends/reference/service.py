@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from backends.reference.engine import Engine
@@ -57,7 +57,7 @@ class Service:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._engine.tokenizer.decode(token_ids)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Chunks as the engine emits them; closing the iterator frees the sequence.
 
         Raises:

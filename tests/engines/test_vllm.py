@@ -22,8 +22,9 @@ import uvloop
 from safetensors.numpy import load_file
 from vllm_server import ENV, FLAGS, ROOT, Answer, ask, ask_all, config, counters, python, running, steps_in_metrics
 
+from backends.http_client import call
 from backends.reference.demo_model import demo_model_dir
-from backends.types import ServingConfig
+from backends.types import Endpoint, ServingConfig
 from harness.client import ReplayOptions
 from harness.replay import replay
 from harness.smoke import smoke_requests, smoke_test
@@ -189,9 +190,7 @@ def test_position_rates_follow_a_known_acceptance(p: float, dial: tuple[object, 
     assert rates == pytest.approx([p**i for i in (1, 2, 3, 4)], abs=0.03)
 
 
-def _ids(endpoint: object, prompt: str) -> list[int]:
-    from backends.http_client import call
-
+def _ids(endpoint: Endpoint, prompt: str) -> list[int]:
     reply = call(f"{endpoint.base_url}/tokenize", {"model": endpoint.model, "prompt": prompt})
     assert reply is not None
     ids: list[int] = reply.json()["tokens"]

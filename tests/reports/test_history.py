@@ -19,7 +19,7 @@ def store(folder: Path, day: int, *, slow: float = 1.0, machine: str = "sha256:a
     found = [replace(b, baseline=b.candidate) for b in blocks(16, slow=slow, noise=0.003, seed=day)]
     run = run_session(ListSource(found), Rules(), 160.0)
     side = {"label": label, "backend": "reference"}
-    report = Report(run, Rules(), side, side, {"fingerprint": machine}, f"2026-01-{day:02d}T12:00:00", 160.0)
+    report = Report(run, Rules(), side, side, {"fingerprint": machine}, f"2026-01-{day:02d}T12:00:00", 160.0, "turns")
     write_outputs(report, folder / f"gate-{day}")
 
 
