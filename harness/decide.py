@@ -3,6 +3,9 @@
 What decides (unless objectives are named): E2E p50 at the trace's own load must be better, p95 must not be worse, and throughput,
 weighted by the trace's own batch sizes, must not be worse. With too few replays for an open-loop interval, closed loop at the batch
 size nearest to the trace's mean decides p50; a p95 without an interval is "not tested" and does not block.
+
+A step with speculation is no cheaper than one without, so the speed-up is at most tau. Where hardly a draft token is accepted this
+decides, whatever the times say: they can show no more than what the machine did meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from backends.types import ServingConfig
+from harness.funnel.prune import DEAD_TAU
 from harness.statistics import Estimate
 
 Verdict = Literal["enable", "skip", "enable_below_batch", "no_clear_winner", "not_measurable"]
@@ -88,6 +92,12 @@ class Evidence:
     schedule: tuple[tuple[int, int], ...] = ()  # (measured batch size, best K there, 0 for off)
     metric: str = "e2e_p50"  # what `BatchEvidence.speedup` compares
     drift: float = 1.0  # >= 1: factor between off's first and last measurement; what the machine does by itself proves nothing
+
+    @property
+    def largest_tau(self) -> float | None:
+        """Over the batch sizes; None where one is unknown."""
+        taus = [row.tau for row in self.by_batch if row.tau is not None]
+        return max(taus) if taus and len(taus) == len(self.by_batch) else None
 
     def with_drift_in_intervals(self) -> Evidence:
         """The same evidence with every latency interval widened by the drift, so that a change of that size is no result.
@@ -170,7 +180,9 @@ def judge(evidence: Evidence) -> Judgement:
 
     below: int | None = None
     verdict: Verdict
-    if wins and losses and max(wins) < min(losses):
+    if _is_dead(evidence):
+        verdict = "skip"
+    elif wins and losses and max(wins) < min(losses):
         verdict = "enable_below_batch"
         below = math.ceil(break_even["value"]) if break_even["value"] else min(losses)
     elif speedup.better and not blocked:
@@ -249,6 +261,12 @@ def _reasons(
         where = "the trace's own load"
     name = METRIC_NAMES[evidence.metric]
     lines = [f"{name} with {evidence.config.label()} against off: {speedup.text()}, at {where}."]
+    if _is_dead(evidence):
+        lines.insert(
+            0,
+            f"Hardly a draft token is accepted: at most {evidence.largest_tau:.3f} tokens per step. A step with speculation is no "
+            "cheaper than one without, so nothing can be gained; what the times below differ by is the machine or a loss.",
+        )
     if deciding.tau is not None:
         line = f"Acceptance length tau is {deciding.tau:.2f} tokens per step"
         if deciding.drafted_share is not None and deciding.drafted_share < 0.99 and deciding.tau_drafted is not None:
@@ -266,6 +284,10 @@ def _reasons(
     if break_even["value"]:
         lines.append(f"The speed-up falls to 1 at a batch size of about {break_even['value']:.0f}.")
     return lines
+
+
+def _is_dead(evidence: Evidence) -> bool:
+    return evidence.largest_tau is not None and evidence.largest_tau < DEAD_TAU
 
 
 def _drift_reason(drift: float) -> tuple[str, ...]:

@@ -35,6 +35,16 @@ def test_worse_at_every_batch_size_is_skip() -> None:
     assert found.k_by_batch_size == ()
 
 
+@pytest.mark.parametrize("interval", [(0.92, 1.22), (1.02, 1.1), (0.8, 0.9)])
+def test_a_drafter_of_which_nothing_is_accepted_is_skip_whatever_the_times_say(interval: tuple[float, float]) -> None:
+    dead = world(*(replace(at(batch, *interval), tau=tau) for batch, tau in ((1, 1.0), (4, 1.003))))
+    found = judge(dead)
+    assert found.verdict == "skip"
+    assert "at most 1.003 tokens per step" in found.reasons[0]
+    half_known = replace(dead, by_batch=(dead.by_batch[0], replace(dead.by_batch[1], tau=None)))
+    assert judge(half_known).verdict == judge(world(at(1, *interval), at(4, *interval))).verdict
+
+
 def test_better_below_and_worse_above_is_enable_below_the_crossing() -> None:
     # log speed-up falls from log 2 at batch 1 to -log 2 at batch 16: it crosses 0 at the middle on the log scale, 4.
     found = judge(world(at(1, 1.9, 2 * 2 / 1.9), at(16, 0.475, 0.25 / 0.475), mean_batch=1.0, schedule=((1, 4), (16, 4))))
