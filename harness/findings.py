@@ -126,7 +126,7 @@ class Findings:
         for config in self.space.candidates:
             total = sum(ev.score(evidence[name].get(config, ()), weights[name]) for name in traces)
             held = best.get(group_key(config))
-            if total == float("-inf") or not self.meets_slo(config):
+            if total == float("-inf") or self.breach(config):
                 continue
             # Within 1 % the smaller K wins: candidates come in ascending K.
             if held is None or total > held[0] + 0.01 * len(traces):
@@ -150,16 +150,20 @@ class Findings:
             total += weight * math.log(trials[-1].metrics["e2e_s"]["p50"])
         return total
 
-    def meets_slo(self, config: ServingConfig) -> bool:
-        """Whether no search trial of this configuration broke a limit the user set.
+    def breach(self, config: ServingConfig) -> str | None:
+        """Where a search trial of this configuration broke a limit the user set, in words; None where none did.
 
         A load at which off breaks the same limit is too much for the server, which says nothing against speculation.
         """
-        return not any(
-            self._broken(trial) - self._broken(self.find(config.off(), trial.load, "baseline"))
-            for trial in self.trials
-            if trial.config == config and trial.stage == "search"
-        )
+        for trial in self.trials:
+            if trial.config != config or trial.stage != "search":
+                continue
+            off = self.find(config.off(), trial.load, "baseline")
+            for name in sorted(self._broken(trial) - self._broken(off)):
+                took = " while off took ".join(f"{_limited(t.metrics, name):.3g} s" for t in (trial, off) if t and t.metrics)
+                limit = f"the limit is {self.settings.slo[name]:g} s"
+                return f"{config.label()} breaks {name} at batch size {trial.load.concurrency}: {took}; {limit}"
+        return None
 
     def _broken(self, trial: Trial | None) -> set[str]:
         """Limits that a trial did not meet; none where it was not measured."""
@@ -167,11 +171,17 @@ class Findings:
             return set()
         broken = set()
         for name, limit_s in self.settings.slo.items():
-            metric, percentile = name.rsplit("_", 1)
-            summary = trial.metrics[f"{metric}_s"]
-            if summary and summary[percentile] > limit_s:
+            value = _limited(trial.metrics, name)
+            if value is not None and value > limit_s:
                 broken.add(name)
         return broken
+
+
+def _limited(metrics: Mapping[str, Any], name: str) -> float | None:
+    """The measured value that the limit `name` ("e2e_p95") is on, in seconds."""
+    metric, percentile = name.rsplit("_", 1)
+    summary = metrics[f"{metric}_s"]
+    return summary[percentile] if summary else None
 
 
 def closed_load(trace: str, concurrency: int) -> Load:

@@ -123,7 +123,7 @@ class FunnelStage:
             recorded=self._curves(candidates),
             slo=self.settings.slo,
             kv_cache_tokens=self._kv_cache_tokens(off),
-            judge=self._breaks_slo,
+            judge=self.findings.breach,
             stop=self.stop,
             on_prune=self._on_prune,
             together=len(self.lab.slots),
@@ -285,9 +285,6 @@ class FunnelStage:
         return found
 
     # Pruning.
-
-    def _breaks_slo(self, config: ServingConfig) -> str | None:
-        return None if self.findings.meets_slo(config) else "breaks a limit that the user set (--slo)"
 
     def _on_prune(self, pruned: Pruned) -> None:
         """What was measured of a pruned configuration stays a measurement; its state says that it was given up, and why."""

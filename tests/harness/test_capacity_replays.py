@@ -132,9 +132,12 @@ def test_nothing_is_sent_when_the_budget_is_used_up() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished main job with a limit, on the simulated server."""
-    folder = tmp_path_factory.mktemp("capacity")
-    (folder / "world.json").write_text(dump_world(WORLD))
+    return finished(tmp_path_factory.mktemp("capacity"), WORLD)
+
+
+def finished(folder: Path, world: World) -> Path:
+    """A main job with a limit, on the simulated server."""
+    (folder / "world.json").write_text(dump_world(world))
     rows = [
         {"arrival_s": float(at), "prompt": f"number {i} " * 10, "max_tokens": TOKENS} for i, at in enumerate(arrivals_of(SENT))
     ]
@@ -183,6 +186,19 @@ def test_the_main_job_shows_one_replay_that_passed_and_one_that_failed(run: Path
 
 
 @pytest.mark.slow
+def test_a_draft_that_breaks_the_limit_where_off_keeps_it_is_skip(tmp_path: Path) -> None:
+    slow_draft = {"ngram": replace(WORLD.drafts["ngram"], step_fixed_s=0.3)}
+    out = finished(tmp_path, replace(WORLD, drafts=slow_draft))
+    result = json.loads((out / "result.json").read_text())
+    validate(result)
+    (decision,) = result["decisions"]
+    assert decision["verdict"] == "skip"
+    assert decision["config"]["variant"] == "off"
+    assert "ngram K=2 breaks e2e_p95 at batch size 2" in decision["reasons"][1]
+    assert "ngram K=2 breaks e2e_p95" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_the_replays_are_a_stage_of_the_cost_and_no_speed_up(run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     replays = [trial for trial in result["trials"] if trial["stage"] == CAPACITY_STAGE]
@@ -208,6 +224,7 @@ def test_a_load_that_off_cannot_carry_rules_nothing_out() -> None:
                 found.trials.append(Trial(number, "COMPLETE", "search", config, load, "", stage, (), metrics=metrics))
         return found
 
-    assert findings_of(on_s, 1.4).meets_slo(ON)
-    assert findings_of(on_s, 1.0).meets_slo(ON)  # 8 at a time are too many, with or without speculation
-    assert not findings_of({1: 1.1, 8: 1.2}, 1.0).meets_slo(ON)  # one at a time breaks the limit through speculation
+    assert findings_of(on_s, 1.4).breach(ON) is None
+    assert findings_of(on_s, 1.0).breach(ON) is None  # 8 at a time are too many, with or without speculation
+    through_speculation = findings_of({1: 1.1, 8: 1.2}, 1.0).breach(ON)
+    assert through_speculation == "ngram K=2 breaks e2e_p95 at batch size 1: 1.1 s while off took 0.7 s; the limit is 1 s"
