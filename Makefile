@@ -30,7 +30,7 @@ test-vllm: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 test-sglang: $(VENV)/.installed-test $(SGLANG_VENV)/.installed
 	SPECTUNE_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(PY) -m pytest -m "engines and not slow" -k sglang tests/engines
 
-# Verdicts of long runs on the reference engine and on vLLM, an hour in all; the machine must do nothing else.
+# Verdicts of long runs on the reference engine and on vLLM, an hour and a half in all; the machine must do nothing else.
 test-verdicts: $(VENV)/.installed-test $(VLLM_VENV)/.installed
 	SPECTUNE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest -m "engines and slow" tests/engines tests/test_real_reports.py
 
