@@ -13,9 +13,10 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from pypdf import PdfReader
+from run_builder import RunSpec, build_run
 from test_history import store
 
-from reports import render_history, render_together
+from reports import render, render_history, render_together
 from reports.sections import SECTIONS
 
 FLAGS = ("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update")
@@ -74,6 +75,20 @@ def test_nothing_is_logged_requested_or_run(rendered: dict[str, Path], show: Any
 def test_a_phone_never_scrolls_sideways(rendered: dict[str, Path], show: Any, name: str) -> None:
     page = show(rendered[name], viewport={"width": 390, "height": 844}).page
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+@pytest.mark.parametrize("verdict", ["enable", "skip", "enable_below_batch", "no_clear_winner", "not_measurable"])
+def test_the_answer_is_whole_on_screen_and_in_print(tmp_path: Path, show: Any, verdict: str) -> None:
+    folder = build_run(tmp_path / "run", RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16), verdict=verdict))
+    render([folder])
+    page = show(folder).page
+    for medium in ("screen", "print"):
+        page.emulate_media(media=medium)
+        box = page.locator("section.answer").bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 1280
+        assert page.locator("section.answer h2").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
