@@ -111,6 +111,8 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     speedup = decision["speedup"]
     if not any_measured:
         return "No trial completed, so nothing was measured; the trial table below gives the cause of each failure."
+    if decision["verdict"] == "skip" and not _tells_apart(speedup):
+        return str(decision["reasons"][0])  # acceptance, a limit, or throughput decided
     if speedup is None or speedup["value"] is None:
         return "There is no speed-up to show; the reasons below say what is missing."
     name = METRICS.get(speedup["metric"], speedup["metric"])
@@ -125,6 +127,10 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     if ci[1] < 1:
         return f"{name} with speculation is worse: a speed-up of {factor(value)} ({spread}), where below 1 means slower."
     return f"A tie: {name} has a speed-up of {factor(value)}, and its {spread} includes 1."
+
+
+def _tells_apart(speedup: Mapping[str, Any] | None) -> bool:
+    return speedup is not None and bool(speedup["ci95"]) and not speedup["ci95"][0] <= 1 <= speedup["ci95"][1]
 
 
 def key_figures(pairs: list[Pair], mean_batch: float | None) -> list[KeyFigure]:
@@ -232,7 +238,7 @@ def _interval_sentence(speedup: Mapping[str, Any]) -> str:
     ci = speedup["ci95"]
     if ci is None:
         return "The deciding speed-up has no interval: too few requests."
-    if ci[0] <= 1 <= ci[1]:
-        return f"The deciding interval, {interval(ci, factor)}, includes 1: either could be faster."
+    if not _tells_apart(speedup):
+        return f"The deciding interval, {interval(ci, factor)}, includes 1: by it either could be faster."
     side = "above" if ci[0] > 1 else "below"
     return f"The whole deciding interval, {interval(ci, factor)}, lies {side} 1."

@@ -77,6 +77,16 @@ def test_the_first_screen_says_the_verdict_in_words(tmp_path: Path, verdict: str
     assert page.text.index(said) < page.text.index("All trials")
 
 
+@pytest.mark.parametrize("speedup", [None, {"metric": "e2e_p50", "value": 1.06, "ci95": [0.92, 1.22]}])
+def test_a_skip_that_no_interval_decided_says_what_did(tmp_path: Path, speedup: dict[str, Any] | None) -> None:
+    def change(result: dict[str, Any]) -> None:
+        result["decisions"][0].update(speedup=speedup, reasons=["Hardly a draft token is accepted."])
+
+    page = rendered_with(tmp_path, change, RunSpec(requests=12, k=(1, 3), batch_sizes=(1, 16), verdict="skip"))
+    assert "Leave speculative decoding off Hardly a draft token is accepted." in page.text
+    assert "A tie" not in page.text
+
+
 def test_a_launch_command_is_shown_as_it_is_to_be_pasted(tmp_path: Path) -> None:
     def change(result: dict[str, Any]) -> None:
         result["decisions"][0]["launch"] = {
