@@ -78,14 +78,14 @@ def decision(findings: Findings, workload: Trace, finalists: Finalists) -> Decis
     by_engine = tuple(_group_decision(findings, trace, config, judgement) for config, judgement in groups)
     allowed = [pair for pair in groups if findings.may_win(pair[0])]
     warnings = (*_drift_warnings(findings, trace), *_trial_warnings(findings, trace))
-    breaches = [breach for config in findings.space.candidates if (breach := findings.breach(config))]
-    if not allowed and breaches:
+    if not allowed:
+        breaches = [breach for config in findings.space.candidates if (breach := findings.breach(config))]
+        if not breaches:
+            reason = "no speculative configuration could be measured against a baseline; see the failed trials"
+            return Decision(trace, "not_measurable", None, None, (reason,), warnings, by_engine=by_engine)
         off = findings.primary_offs[0]
         reasons = ("No speculative configuration that was measured keeps the limits (--slo) that off keeps.", *breaches)
         return Decision(trace, "skip", off, None, reasons, warnings, by_engine=by_engine, launch=_launch(findings, off, ()))
-    if not allowed:
-        reason = "no speculative configuration could be measured against a baseline; see the failed trials"
-        return Decision(trace, "not_measurable", None, None, (reason,), warnings, by_engine=by_engine)
     config, judgement = min(allowed, key=lambda pair: findings.cost_of(trace, recommended(*pair)))
     chosen = recommended(config, judgement)
     costs = overhead_of(findings, trace, evidence[config])
