@@ -7,7 +7,8 @@ the errors are is taken from the loads themselves.
 
 The machine may be slower for a while, which would look like a slow drafter. It then computes prompts slowly too, and those hardly
 depend on the drafter. So TTFT is a second reading of each load, which shares with the first only the state of the machine, a process
-in time.
+in time. A TTFT now and then says nothing of the machine (a queue of prompts that the fit does not foresee), so those far from the
+rest weigh less (a Student t by iterated weights).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MACHINE_SD, MACHINE_SCALE_S = 0.04, 400.0  # of the machine's speed, and how lon
 SERVER_SD, LOAD_SD = 0.007, 0.004  # of a server from start to start, and of a load on it beside its steps'
 TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter
 TTFT_REQUEST_SD = 0.15  # of one request's TTFT, within what its lengths explain
+TTFT_FREEDOM, ITERATIONS = 4.0, 4  # degrees of freedom of a TTFT reading's error
 
 Cells = Sequence[tuple[ServingConfig, int]]
 
@@ -75,12 +77,17 @@ def calibrate(cost: StepCost, loads: Sequence[Observation], ratios: Sequence[tup
     ttft = shape**2 * _near_batch(seen, seen)
     ttft += TTFT_DRAFT_SD**2 * _same_draft(seen, seen)
     total = covariance_of(seen, seen) + machine + server + np.diag(noise)
-    covariance = np.block([[total, machine], [machine, ttft + machine + np.diag(ttft_noise)]])
-    factor = cho_factor(covariance)
+    both = readings.T.ravel()
+    weights = np.ones(len(loads))
+    for _ in range(ITERATIONS):
+        ttft_error = np.diag(ttft_noise / weights)
+        factor = cho_factor(np.block([[total, machine], [machine, ttft + machine + ttft_error]]))
+        error = ttft_noise / weights * cho_solve(factor, both)[len(loads) :]  # of each TTFT, as it is expected now
+        weights = (TTFT_FREEDOM + 1) / (TTFT_FREEDOM + error**2 / ttft_noise)
     cross = np.hstack([covariance_of(cells, seen), np.zeros((len(cells), len(loads)))])
     return Calibration(
         cells,
-        cross @ cho_solve(factor, readings.T.ravel()),
+        cross @ cho_solve(factor, both),
         covariance_of(cells, cells) - cross @ cho_solve(factor, cross.T),
     )
 

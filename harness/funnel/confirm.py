@@ -6,6 +6,9 @@ expected to gain over the best and the best is apart from off or equal to it, or
 
 The winner is chosen by all that was measured, in search and confirmation. Its speed-up, and whether it is clear, come from the
 confirmation alone: what the search picked for its luck has none of that luck here.
+
+The machine may be slow while one side is measured. It then computes prompts slowly too, which hardly depend on the drafter: a round in
+which the sides' TTFT differ from what was predicted, one by more than the other, is not counted where a calmer one is known.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +32,18 @@ EQUAL = 0.02
 SERVER_SD, PRIOR_REPEATS = 0.008, 4
 """What two starts of one server differ by, relative, before repeats have shown it, and how many repeats that is worth."""
 SURPRISE = 0.02
+UNEVEN = 0.06
+"""Of log measured ÷ predicted TTFT, by how much two sides of a round may differ more than in the calmest round."""
+
+
+class Paced(NamedTuple):
+    """A load of a round, and the log of its measured ÷ predicted TTFT."""
+
+    load: Observation
+    pace: float
+
+
+Rounds = Sequence[Sequence[Paced]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +72,12 @@ def confirm(
     batches = [b for b in sorted({b for w in workloads for b in w.weights}) if _weight(workloads, b) >= least_weight]
     alive = list(finalists)
     expected: dict[ServingConfig, tuple[float, float]] = {}
-    loads: list[Observation] = []
+    rounds: list[list[Observation]] = []
     seen: set[ServingConfig] = set()
     result = Confirmed(funnel.off, True, {}, 0)
     while alive:
         expected = {config: _expected(funnel, config) for config in alive} | expected
-        before = len(loads)
+        loads: list[Observation] = []
         for config in [*alive, funnel.off] if result.rounds % 2 == 0 else [funnel.off, *reversed(alive)]:
             for batch in batches:
                 found = funnel.measure(config, batch, f"confirm{result.rounds + 1}", requests(batch))
@@ -69,8 +85,9 @@ def confirm(
             if config not in seen:
                 after(config)
                 seen.add(config)
-        funnel.learn(loads[before:])
-        result = _judge(funnel, loads, list(expected), result.rounds + 1)
+        funnel.learn(loads)
+        rounds.append(loads)
+        result = _judge(funnel, _paced(funnel, rounds), list(expected))
         surprised = any(_surprising(result.speedups[config], *expected[config]) for config in alive)
         leader = max(expected, key=lambda config: _expected(funnel, config)[0])
         rivals = funnel.rivals(leader if _expected(funnel, leader)[0] > 0 else funnel.off)
@@ -81,56 +98,87 @@ def confirm(
     return result
 
 
-def compare(
-    loads: Sequence[Observation], config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]
-) -> Estimate:
+def compare(rounds: Rounds, config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]) -> Estimate:
     """Log speed-up of `config` over `other`: mean over paired requests of log(E2E of other ÷ E2E of config), weighted by batch
     sizes, with its interval over requests and server starts. NaN where they share no load.
 
     A request counts once, with its mean over rounds and its part in all batch sizes: what is easy to draft is so at all of them. All
     requests of a load share its steps' noise. What server starts add is the rounds' spread, of which a few rounds say little: it is
-    pooled with `SERVER_SD` as an inverse-gamma prior would be.
+    pooled with `SERVER_SD` as an inverse-gamma prior would be. Rounds that the machine disturbed are left out.
     """
     value = total = shared = 0.0
     influence: dict[tuple[str, int], float] = {}  # of each request on the value: its deviation from the mean, weighted
-    rounds: dict[int, float] = {}  # weighted sums of each round
+    means: dict[int, float] = {}  # weighted sums of each round
+    steady = _steady(rounds, config, other, workloads)
     for workload in workloads:
         for batch, weight in workload.weights.items():
-            sides = (_of(loads, config, batch, workload), _of(loads, other, batch, workload))
-            pairs = [found for a, b in zip(*sides, strict=False) if (found := _paired(a, b))]
-            gains = _by_request(pairs)
+            sides = {i: found for i in steady if (found := _sides(rounds[i], config, other, batch, workload))}
+            pairs = {i: found for i, (on, off) in sides.items() if (found := _paired(on.load, off.load))}
+            gains = _by_request(pairs.values())
             if len(gains) < 2:
                 continue
             mean = float(np.mean(list(gains.values())))
             value += weight * mean
             total += weight
-            shared += weight**2 * sum(a.step_noise + b.step_noise for a, b in zip(*sides, strict=False)) / len(pairs) ** 2
+            shared += weight**2 * sum(side.load.step_noise for i in pairs for side in sides[i]) / len(pairs) ** 2
             for request, gain in gains.items():
                 at = workload.name, request
                 influence[at] = influence.get(at, 0.0) + weight * (gain - mean) / (len(gains) - 1)
-            for i, found in enumerate(pairs):
-                rounds[i] = rounds.get(i, 0.0) + weight * float(np.mean(list(found.values())))
+            for i, found in pairs.items():
+                means[i] = means.get(i, 0.0) + weight * float(np.mean(list(found.values())))
     if not total:
         return Estimate(math.nan)
     variance = shared + sum(part**2 for part in influence.values())
-    means = np.array(list(rounds.values())) / total
-    spread = PRIOR_REPEATS * 2 * SERVER_SD**2 + float(((means - means.mean()) ** 2).sum())
-    servers = spread / (PRIOR_REPEATS + len(means) - 1) / len(means)
+    each = np.array(list(means.values())) / total
+    spread = PRIOR_REPEATS * 2 * SERVER_SD**2 + float(((each - each.mean()) ** 2).sum())
+    servers = spread / (PRIOR_REPEATS + len(each) - 1) / len(each)
     half = 1.96 * math.sqrt(variance / total**2 + servers)
     return Estimate(value / total, (value / total - half, value / total + half))
 
 
-def _judge(funnel: Funnel, loads: Sequence[Observation], configs: Sequence[ServingConfig], rounds: int) -> Confirmed:
+def _sides(
+    loads: Sequence[Paced], config: ServingConfig, other: ServingConfig, batch: int, workload: Workload
+) -> tuple[Paced, Paced] | None:
+    """A round's loads of both at one batch size; None where one is missing."""
+    here = {p.load.config: p for p in loads if (p.load.batch_size, p.load.workload) == (batch, workload.name)}
+    return (here[config], here[other]) if config in here and other in here else None
+
+
+def _unevenness(rounds: Rounds, config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]) -> dict[int, float]:
+    """By round how much more than predicted the prompts of `config` took than those of `other`, in log, weighted by batch sizes."""
+    found: dict[int, float] = {}
+    for i, loads in enumerate(rounds):
+        sides = [(weight, _sides(loads, config, other, batch, w)) for w in workloads for batch, weight in w.weights.items()]
+        paces = [(weight, pair[0].pace - pair[1].pace) for weight, pair in sides if pair and weight > 0]
+        if paces:
+            found[i] = sum(weight * pace for weight, pace in paces) / sum(weight for weight, _ in paces)
+    return found
+
+
+def _steady(rounds: Rounds, config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]) -> list[int]:
+    """Rounds that are about as even as the most even one."""
+    uneven = _unevenness(rounds, config, other, workloads)
+    calm = min(uneven.values(), key=abs, default=0.0)
+    return [i for i, value in uneven.items() if abs(value - calm) <= UNEVEN]
+
+
+def _paced(funnel: Funnel, rounds: Sequence[Sequence[Observation]]) -> Rounds:
+    """The rounds' loads, the last that the funnel has learned, with how its present fit predicts their prompts."""
+    paces = iter([math.log(ttft) for _, ttft in funnel.ratios[-sum(map(len, rounds)) :]])
+    return [[Paced(load, next(paces)) for load in loads] for loads in rounds]
+
+
+def _judge(funnel: Funnel, rounds: Rounds, configs: Sequence[ServingConfig]) -> Confirmed:
     """Of those within `TIE` of the best the smallest K wins, off where that gains no more than `TIE`."""
-    speedups = {config: compare(loads, config, funnel.off, funnel.workloads) for config in configs}
+    speedups = {config: compare(rounds, config, funnel.off, funnel.workloads) for config in configs}
     gains = {c: _expected(funnel, c)[0] for c in configs if not math.isnan(speedups[c].value)}
     if not gains:  # nothing could be measured
-        return Confirmed(funnel.off, False, speedups, rounds)
+        return Confirmed(funnel.off, False, speedups, len(rounds))
     near = [config for config, gain in gains.items() if gain >= max(gains.values()) - TIE]
     best = min(near, key=lambda config: config.k)
-    others = [speedups[best], *(compare(loads, best, config, funnel.workloads) for config in gains if config != best)]
+    others = [speedups[best], *(compare(rounds, best, config, funnel.workloads) for config in gains if config != best)]
     clear = all(_apart(found) or _equal(found) for found in others)
-    return Confirmed(best if gains[best] > TIE else funnel.off, clear, speedups, rounds)
+    return Confirmed(best if gains[best] > TIE else funnel.off, clear, speedups, len(rounds))
 
 
 def _expected(funnel: Funnel, config: ServingConfig) -> tuple[float, float]:
@@ -156,10 +204,6 @@ def _equal(found: Estimate) -> bool:
 
 def _weight(workloads: Sequence[Workload], batch: int) -> float:
     return max(w.weights.get(batch, 0.0) for w in workloads)
-
-
-def _of(loads: Sequence[Observation], config: ServingConfig, batch: int, workload: Workload) -> list[Observation]:
-    return [o for o in loads if (o.config, o.batch_size, o.workload) == (config, batch, workload.name)]
 
 
 def _paired(on: Observation, off: Observation) -> dict[int, float]:

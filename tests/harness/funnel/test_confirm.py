@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -5,7 +6,7 @@ import pytest
 
 from backends.simulated.world import Draft, World
 from backends.types import ServingConfig
-from harness.funnel.confirm import SERVER_SD, Confirmed, compare, confirm
+from harness.funnel.confirm import SERVER_SD, Confirmed, Paced, compare, confirm
 from harness.funnel.observation import Observation
 from harness.funnel.search import Funnel
 from tests.harness.funnel.loads import OFF, WORLD, noisy, observe, on, workload
@@ -24,8 +25,7 @@ class Bench:
         self.calls.append((config.label(), stage))
         load = observe(config, batch, self.world, count, seed=len(self.calls))
         factor = self.slow.get((config, stage), 1.0)
-        object.__setattr__(load, "e2e_s", load.e2e_s * factor)
-        return {"t": load}
+        return {"t": slower(load, factor)}
 
 
 def searched(bench: Bench, *candidates: ServingConfig) -> Funnel:
@@ -82,35 +82,64 @@ def test_what_the_loads_show_to_be_better_becomes_a_finalist() -> None:
     assert asked == [on("eagle3", 6), OFF, on("eagle3", 3)]
 
 
-def width(loads: list[Observation], weights: dict[int, float]) -> float:
-    ci95 = compare(loads, on("eagle3", 3), OFF, [workload(weights)]).ci95
+def paced(*loads: Observation, pace: float = 0.0) -> list[Paced]:
+    return [Paced(load, pace) for load in loads]
+
+
+def width(rounds: list[list[Paced]], weights: dict[int, float]) -> float:
+    ci95 = compare(rounds, on("eagle3", 3), OFF, [workload(weights)]).ci95
     assert ci95 is not None
     return (ci95[1] - ci95[0]) / (2 * 1.96)
 
 
+PAIR = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+
+
 def test_equal_requests_measured_again_tell_nothing_of_other_requests() -> None:
-    once = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
+    once = [paced(*PAIR)]
     narrower = width(once, {4: 1.0}) ** 2 - width(once * 4, {4: 1.0}) ** 2
-    servers, steps = 2 * SERVER_SD**2, sum(load.step_noise for load in once)
+    servers, steps = 2 * SERVER_SD**2, sum(load.step_noise for load in PAIR)
     assert narrower == pytest.approx(servers - servers * 4 / 7 / 4 + steps - steps / 4)  # of machine and servers alone
 
 
 def test_equal_requests_at_two_batch_sizes_count_once() -> None:
-    loads = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    again = [replace(load, batch_size=16) for load in loads]
-    narrower = width(loads, {4: 1.0}) ** 2 - width(loads + again, {4: 0.5, 16: 0.5}) ** 2
-    once, both = (sum(load.step_noise for load in part) for part in (loads, loads + again))
+    again = [replace(load, batch_size=16) for load in PAIR]
+    narrower = width([paced(*PAIR)], {4: 1.0}) ** 2 - width([paced(*PAIR, *again)], {4: 0.5, 16: 0.5}) ** 2
+    once, both = (sum(load.step_noise for load in part) for part in (PAIR, PAIR + again))
     assert narrower == pytest.approx(once - both / 4)  # of the steps' own noise alone
 
 
+def slower(load: Observation, factor: float) -> Observation:
+    return replace(load, e2e_s=load.e2e_s * factor, ttft_s=load.ttft_s * factor)
+
+
 def test_rounds_that_disagree_widen_the_interval() -> None:
-    pair = [observe(c, 4) for c in (on("eagle3", 3), OFF)]
-    slower = [replace(pair[0], e2e_s=pair[0].e2e_s * 1.1), pair[1]]
-    assert width(pair + slower, {4: 1.0}) > 1.2 * width(pair + pair, {4: 1.0})
+    other = paced(slower(PAIR[0], 1.1), PAIR[1])
+    assert width([paced(*PAIR), other], {4: 1.0}) > 1.2 * width([paced(*PAIR)] * 2, {4: 1.0})
+
+
+def test_a_round_whose_prompts_took_longer_on_one_side_does_not_count() -> None:
+    calm, config = paced(*PAIR), on("eagle3", 3)
+    slow = paced(slower(PAIR[0], 1.2), pace=math.log(1.2)) + paced(PAIR[1])
+    weights = [workload({4: 1.0})]
+    assert compare([slow, calm], config, OFF, weights) == compare([calm], config, OFF, weights)
+    assert compare([slow], config, OFF, weights).value == pytest.approx(
+        compare([calm], config, OFF, weights).value - math.log(1.2)
+    )
+    both_slow = [paced(*(slower(load, 1.2) for load in PAIR), pace=math.log(1.2)), calm]  # the ratio is what it was
+    assert compare(both_slow, config, OFF, weights).value == pytest.approx(compare([calm], config, OFF, weights).value)
+
+
+def test_a_finalist_of_the_second_round_is_compared_with_that_rounds_off() -> None:
+    late, second = observe(on("mtp", 3), 4), replace(PAIR[1], requests=tuple(range(64, 128)))
+    late = replace(late, requests=second.requests)
+    found = compare([paced(*PAIR), paced(late, second)], on("mtp", 3), OFF, [workload({4: 1.0})])
+    assert found == compare([paced(late, second)], on("mtp", 3), OFF, [workload({4: 1.0})])
+    assert math.isfinite(found.value)
 
 
 def test_the_comparison_weighs_batch_sizes_by_the_trace() -> None:
-    loads = [observe(c, b) for c in (on("eagle3", 3), OFF) for b in (4, 16)]
+    loads = [paced(*(observe(c, b) for c in (on("eagle3", 3), OFF) for b in (4, 16)))]
     both = compare(loads, on("eagle3", 3), OFF, [workload({4: 0.25, 16: 0.75})]).value
     each = [compare(loads, on("eagle3", 3), OFF, [workload({b: 1.0})]).value for b in (4, 16)]
     assert both == pytest.approx(0.25 * each[0] + 0.75 * each[1])
