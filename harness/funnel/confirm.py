@@ -112,7 +112,7 @@ def compare(rounds: Rounds, config: ServingConfig, other: ServingConfig, workloa
     steady = _steady(rounds, config, other, workloads)
     for workload in workloads:
         for batch, weight in workload.weights.items():
-            sides = {i: found for i in steady if (found := _sides(rounds[i], config, other, batch, workload))}
+            sides = {i: both for i in steady if (both := _sides(rounds[i], config, other, batch, workload))}
             pairs = {i: found for i, (on, off) in sides.items() if (found := _paired(on.load, off.load))}
             gains = _by_request(pairs.values())
             if len(gains) < 2:
