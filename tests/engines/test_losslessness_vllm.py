@@ -14,7 +14,13 @@ from tests.audited import audited, prompts
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize(("dtype", "verdicts"), [("float32", {"identical"}), ("bfloat16", {"identical", "within_control"})])
+@pytest.mark.parametrize(
+    ("dtype", "verdicts"),
+    [
+        ("float32", {"identical"}),
+        pytest.param("bfloat16", {"identical", "within_control"}, marks=pytest.mark.slow),
+    ],
+)
 def test_ngram_is_identical_in_float32_and_within_the_control_in_bf16(dtype: str, verdicts: set[str], tmp_path: Path) -> None:
     extra = {**FLAGS, "dtype": dtype, "env": ENV}
     settings = ServingConfig("vllm", str(demo_model_dir()), "ngram", k=4, max_num_seqs=16, extra=extra)

@@ -43,6 +43,7 @@ def tune(out: Path, *options: str, env: dict[str, str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow  # a dozen server starts
 def test_vllm_and_the_reference_engine_in_one_run_and_one_report(tmp_path: Path) -> None:
     model = str(demo_model_dir())
     result = tune(
