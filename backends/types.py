@@ -88,6 +88,8 @@ class ServingConfig:
             text += f" topk={self.topk} nodes={self.num_draft_tokens}"
         if self.weight_quantization != "none":
             text += f" ({self.weight_quantization} weights)"
+        if self.kv_cache_dtype != "auto":
+            text += f" ({self.kv_cache_dtype} KV cache)"
         return text
 
 

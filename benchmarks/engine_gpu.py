@@ -40,7 +40,7 @@ from backends.reference.demo_heads import demo_head_dir, shipped_variants
 from backends.reference.demo_model import demo_model_dir
 from backends.reference.engine import Engine
 from backends.reference.kv_cache import token_bytes
-from backends.reference.options import TREES, EngineOptions
+from backends.reference.options import KV_CACHE_DTYPES, TREES, EngineOptions
 from backends.serving import GenerationRequest
 from backends.types import ConfigError
 from benchmarks.engine_cpu import prompts
@@ -118,7 +118,15 @@ def kernel_errors(device: torch.device) -> dict[str, Any]:
         return {"not run": "the kernels need a GPU and triton"}
     from benchmarks.kernel_checks import CASES, TOLERANCE, attention_error, other_choices
 
-    errors = {str(dtype): {name: attention_error(case, dtype, device) for name, case in CASES.items()} for dtype in TOLERANCE}
+    caches = [stored for stored in KV_CACHE_DTYPES if stored != "fp8" or kernels.reads_fp8(device)]
+    errors = {
+        str(dtype): {
+            f"{name}, {stored} KV cache": attention_error(case, dtype, device, stored)
+            for stored in caches
+            for name, case in CASES.items()
+        }
+        for dtype in TOLERANCE
+    }
     wrong = [(d, name) for d, limit in TOLERANCE.items() for name, error in errors[str(d)].items() if error > limit]
     return {
         "largest_error": errors,

@@ -63,8 +63,9 @@ CASES = {
 }
 
 
-def attention_error(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest absolute difference between kernel and torch path. Unwritten KV rows and the output hold NaN before.
+def attention_error(case: Case, dtype: torch.dtype, device: torch.device, stored: str = "auto") -> float:
+    """Largest absolute difference between kernel and torch path over a KV cache of type `stored`. Unwritten KV rows and the output
+    hold NaN before.
 
     Raises:
         AssertionError: a row of the output that is not the kernel's was touched.
@@ -77,19 +78,23 @@ def attention_error(case: Case, dtype: torch.dtype, device: torch.device) -> flo
     n = len(batch.token_ids)
     q = torch.randn(n, case.heads + 1, case.head_dim, generator=random).to(dtype)[:, 1:]  # a view, as the engine's
     plain = KVCache(shape, slots=slots, rows=case.rows, dtype=torch.float32, device=cpu)
-    poisoned = torch.full(plain.layer(0).shape, torch.nan, dtype=dtype)
+    poisoned = KVCache(shape, slots=slots, rows=case.rows, dtype=dtype, device=cpu, stored=stored)
+    (poisoned.layer(0) if stored == "auto" else poisoned.scales(0)).fill_(torch.nan)
     for piece in case.pieces:
         end = piece.base + piece.done + len(piece.tokens)
-        values = torch.randn(end, 2, case.kv_heads, case.head_dim, generator=random).to(dtype)
-        plain.layer(0)[piece.slot, :end] = values.float()
-        poisoned[piece.slot, :end] = values
+        rows = piece.slot * case.rows + torch.arange(end)
+        poisoned.write(0, rows, torch.randn(end, 2, case.kv_heads, case.head_dim, generator=random).to(dtype))
+        keys, values = poisoned.read(0, piece.slot, 1, end)
+        plain.write(0, rows, torch.stack((keys[0], values[0])).permute(2, 0, 1, 3).float())
     expected = attend(q.float(), batch, plain, 0)
 
     narrow_pieces = [piece for piece in case.pieces if piece.done + len(piece.tokens) < 32]
     narrow = narrow_rows(narrow_pieces, batch.starts, n, device, case.window)
     out = torch.full(expected.shape, torch.nan, dtype=dtype, device=device)
+    kv, scales = poisoned.layer(0).to(device), poisoned.scales(0)
+    scales = None if scales is None else scales.to(device)
     with launching_on(device):
-        tree_attention(q.to(device), poisoned.to(device), narrow, batch.positions.to(device), out, chunk=case.chunk)
+        tree_attention(q.to(device), kv, narrow, batch.positions.to(device), out, scales=scales, chunk=case.chunk)
     got = out.float().cpu()
     ours = narrow.seen.cpu() != 0
     assert got[~ours].isnan().all(), "rows of other pieces were written"

@@ -12,6 +12,7 @@ import numpy as np
 from backends.types import ServingConfig
 from harness import evidence as ev
 from harness.decide import BatchEvidence, Evidence, Ratio
+from harness.quality import quality_key
 from harness.settings import RunSettings
 from harness.space import Space, group_key
 from harness.statistics import Array, column, paired_speedup
@@ -29,7 +30,7 @@ class Findings:
     space: Space
     records_of: ev.RecordsOf
     trials: list[Trial] = field(default_factory=list)
-    quality: dict[str, dict[str, Any]] = field(default_factory=dict)  # quantization -> against the one the user runs
+    quality: dict[str, dict[str, Any]] = field(default_factory=dict)  # quality key -> against what the user runs
     estimates: dict[tuple[ServingConfig, int, str], float] = field(default_factory=dict)  # the funnel's speed-up of cells
 
     @property
@@ -134,10 +135,10 @@ class Findings:
         return {key: config for key, (_, config) in best.items()}
 
     def may_win(self, config: ServingConfig) -> bool:
-        """The quantization the user runs, or one whose measured quality loss the user accepts."""
+        """The quantization and KV cache type the user runs, or those whose measured quality loss the user accepts."""
         if config.off() in self.primary_offs:
             return True
-        measured = self.quality.get(config.weight_quantization) if config.backend == "reference" else None
+        measured = self.quality.get(quality_key(config)) if config.backend == "reference" else None
         return measured is not None and 1 - measured["greedy_agreement"] <= self.settings.max_quality_loss
 
     def cost_of(self, trace: str, config: ServingConfig) -> float:

@@ -18,6 +18,7 @@ from harness.depth import depth, overhead_of
 from harness.evidence import pair
 from harness.findings import Finalists, Findings
 from harness.provision import capacity
+from harness.quality import quality_key
 from harness.replicates import replay_interval
 from harness.space import group_label
 from harness.store import RunStore, Trial
@@ -140,7 +141,7 @@ def public_trial(trial: Trial, quality: Mapping[str, Mapping[str, Any]], replays
     if replays and trial.metrics:
         out["metrics"] = {**trial.metrics, **_over_replays(trial.metrics, [t.metrics for t in replays if t.metrics])}
     if trial.config.backend == "reference":
-        out["quality"] = quality.get(trial.config.weight_quantization, trial.quality)
+        out["quality"] = quality.get(quality_key(trial.config), trial.quality)
     return out
 
 

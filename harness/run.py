@@ -22,7 +22,7 @@ from harness.lab import Lab, Wanted
 from harness.plan import funnel_cells
 from harness.probes import AcceptanceProbes
 from harness.progress import RunProgress
-from harness.quality import measure_quality
+from harness.quality import measure_quality, quality_key
 from harness.result import build_result
 from harness.result_schema import validate
 from harness.search import Cell, CellStudy, cells_of, open_storage, open_study, search
@@ -197,19 +197,20 @@ class Run:
             yield Wanted(cell.config, closed_load(name, cell.batch_size), parts.search, "search", "search")
 
     def _measure_quality(self) -> None:
-        """What each other quantization costs against the one the user runs; kept, since it depends on the model alone."""
-        first, *others = self.settings.quantization
-        if "reference" not in self.settings.backends or not others:
+        """What each other quantization, of weights or KV cache, costs against the one the user runs; kept, since it depends on the
+        model alone."""
+        offs = [off for off in self.space.offs if off.backend == "reference"]
+        if len(offs) < 2:
             return
         path = self.store.directory / "quality.json"
         if path.exists():
             self.findings.quality.update(json.loads(path.read_text()))
-        if set(others) <= self.findings.quality.keys():
+        if {quality_key(off) for off in offs[1:]} <= self.findings.quality.keys():
             return
         self.lab.stop_server()
         self.progress.stage("quality of the quantizations")
         requests = [request for trace in self.traces.values() for request in trace.requests()]
-        found = measure_quality(self.space.offs[0].model, requests, baseline=first, others=others)
+        found = measure_quality(requests, baseline=offs[0], others=offs[1:])
         self.findings.quality.update(found)
         self.store.write_json("quality.json", self.findings.quality)
 

@@ -28,7 +28,7 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from backends.types import BackendError, ConfigError, ServingConfig
-from harness.space import Space
+from harness.space import Space, group_key
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -222,7 +222,7 @@ def _opening(space: Space, strategy: str) -> list[Cell]:
         return []
     groups: dict[tuple[object, ...], list[ServingConfig]] = {}
     for config in space.candidates:
-        groups.setdefault((config.backend, config.weight_quantization, config.variant, config.topk), []).append(config)
+        groups.setdefault((*group_key(config), config.variant, config.topk), []).append(config)
     middles = [configs[len(configs) // 2] for configs in groups.values()]
     return [Cell(config, batch) for config in middles for batch in space.batch_sizes]
 

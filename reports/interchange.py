@@ -182,6 +182,7 @@ def write_records(run: RunData) -> list[Path]:
             "variant": trial["config"]["variant"],
             "k": trial["config"]["k"],
             "weight_quantization": trial["config"].get("weight_quantization", "none"),
+            "kv_cache_dtype": trial["config"].get("kv_cache_dtype", "auto"),
             "load": trial["load"]["mode"],
             "concurrency": trial["load"]["concurrency"],
             "trace": trial["load"]["trace"],

@@ -149,6 +149,7 @@ def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
         "variant",
         "k",
         "weight_quantization",
+        "kv_cache_dtype",
         "trace",
         "load",
         "concurrency",
@@ -168,7 +169,8 @@ def csv_rows(run: RunData) -> tuple[Sequence[str], list[Sequence[Any]]]:
         table.append(
             [
                 *(trial["number"], trial["state"], trial.get("stage") or trial["role"], config["backend"], config["variant"]),
-                *(config["k"], config.get("weight_quantization"), load["trace"], load["mode"], load["concurrency"], *values),
+                *(config["k"], config.get("weight_quantization"), config.get("kv_cache_dtype")),
+                *(load["trace"], load["mode"], load["concurrency"], *values),
                 *(
                     metrics.get("output_tokens_per_s"),
                     gain.value if gain else None,

@@ -102,6 +102,28 @@ def test_a_draft_that_does_not_know_its_target_is_diagnosed(tmp_path: Path, trac
     assert "draft trained for another target" in (out / "report.html").read_text()
 
 
+@pytest.mark.slow
+def test_a_quantized_kv_cache_is_an_axis_and_its_quality_is_measured(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--kv-cache-dtype", "auto,int8", "--batch-sizes", "2", "--max-quality-loss", "1"]
+    subprocess.run([*command(trace, tiny_model, out), *options], check=True, timeout=300)
+    result = json.loads((out / "result.json").read_text())
+    validate(result)
+    measured = [t for t in result["trials"] if t["state"] == "COMPLETE"]
+    assert {(t["config"]["variant"], t["config"]["kv_cache_dtype"]) for t in measured} == {
+        (variant, stored) for variant in ("off", "ngram") for stored in ("auto", "int8")
+    }
+    assert all(t["engine"]["resolved"]["kv_cache_dtype"] == t["config"]["kv_cache_dtype"] for t in measured)
+    assert json.loads((out / "quality.json").read_text())["none, int8 KV cache"]["mean_kl"] > 0
+    shown = [t["quality"] for t in measured if t["config"]["kv_cache_dtype"] == "int8"]
+    assert all(quality["mean_kl"] > 0 for quality in shown)
+    (decision,) = result["decisions"]
+    assert {group["group"] for group in decision["by_engine"]} == {
+        "reference, weights none",
+        "reference, weights none, KV cache int8",
+    }
+
+
 def test_a_killed_run_leaves_no_engine_and_goes_on_where_it_stopped(tmp_path: Path, trace: Path, tiny_model: Path) -> None:
     out = tmp_path / "run"
     run = subprocess.Popen(command(trace, tiny_model, out), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

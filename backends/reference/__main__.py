@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from backends.matchers import DEFAULT_MAX_N, DEFAULT_MIN_N
 from backends.openai_server import create_app, listen, serve
-from backends.reference.options import QUANTIZATIONS, SAMPLINGS, VARIANTS, EngineOptions
+from backends.reference.options import KV_CACHE_DTYPES, QUANTIZATIONS, SAMPLINGS, VARIANTS, EngineOptions
 from backends.types import ConfigError
 
 
@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, default=512, help="prompt tokens plus decoding sequences of one step")
     add("--chunked-prefill", action=argparse.BooleanOptionalAction, default=True)
     add("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="copy what prompts have in common")
+    add("--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, help="auto: the model's dtype")
     add("--kv-cache-tokens", type=int, help="capacity of the KV cache (default: a quarter of the memory)")
     add("--ngram-min", type=int, default=DEFAULT_MIN_N)
     add("--ngram-max", type=int, default=DEFAULT_MAX_N)

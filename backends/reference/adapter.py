@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backends.k_schedule import schedule_fault
 from backends.reference.config import read_config
+from backends.reference.options import KV_CACHE_DTYPES, tree_fault
 from backends.reference.options import QUANTIZATIONS as _QUANTIZATIONS
 from backends.reference.options import VARIANTS as _VARIANTS
-from backends.reference.options import tree_fault
 from backends.types import NEEDS_DRAFT, BackendError, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
 
 NAME = "reference"
@@ -39,8 +39,8 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
         return fault
     if fault := tree_fault(config.variant, config.k, config.topk, config.num_draft_tokens):
         return fault
-    if config.kv_cache_dtype != "auto":
-        return f"the KV cache has the model's dtype: kv_cache_dtype {config.kv_cache_dtype} is not supported"
+    if config.kv_cache_dtype not in KV_CACHE_DTYPES:
+        return f"the reference engine has no KV-cache type '{config.kv_cache_dtype}', it has {', '.join(KV_CACHE_DTYPES)}"
     if config.tensor_parallel != 1:
         return "the reference engine runs on one device: tensor_parallel must be 1"
     unknown = sorted(facts.sampling_parameters - SAMPLING_PARAMETERS)
@@ -69,6 +69,8 @@ def launch(config: ServingConfig, *, port: int, command: tuple[str, ...], base_a
         argv += ["--draft", config.draft]
     argv += ["--draft-quantization", config.draft_quantization]
     argv += ["--quantization", config.weight_quantization]
+    if config.kv_cache_dtype != "auto":  # revisions that a gate compares with may not have the flag
+        argv += ["--kv-cache-dtype", config.kv_cache_dtype]
     argv.append("--chunked-prefill" if config.chunked_prefill else "--no-chunked-prefill")
     argv.append("--prefix-caching" if config.prefix_caching else "--no-prefix-caching")
     for name, value in config.extra.items():
@@ -100,11 +102,13 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
         "k": str(config.k),
         "topk": str(config.topk),
         "quantization": config.weight_quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_num_seqs": str(config.max_num_seqs),
         "chunked_prefill": str(config.chunked_prefill),
         "prefix_caching": str(config.prefix_caching),
     }
-    warnings = tuple(f"asked for {key}={value}, runs {settings[key]}" for key, value in asked.items() if settings[key] != value)
+    runs = {key: settings.get(key, value) for key, value in asked.items()}  # another revision may not know all of them
+    warnings = tuple(f"asked for {key}={value}, runs {runs[key]}" for key, value in asked.items() if runs[key] != value)
     if settings["forced_acceptance"] != "()":
         warnings += (f"acceptance is forced to {settings['forced_acceptance']}: step costs are real, the text is not",)
     return replace(

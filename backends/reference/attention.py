@@ -18,7 +18,7 @@ def attend(q: Tensor, batch: Batch, cache: KVCache, layer: int) -> Tensor:
 
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         with kernels.launching_on(q.device):
-            tree_attention(q, cache.layer(layer), batch.narrow, batch.positions, out)
+            tree_attention(q, cache.layer(layer), batch.narrow, batch.positions, out, scales=cache.scales(layer))
         for group in batch.groups:
             rows = slice(group.start, group.start + group.rows)
             out[rows] = _attend(q[rows], group, cache, layer)

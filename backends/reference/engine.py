@@ -10,6 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from backends.reference import kernels
 from backends.reference.batch import Batch, Piece, build_batch, upload
 from backends.reference.config import read_config
 from backends.reference.drafters import build_drafter
@@ -74,6 +75,8 @@ class Engine:
         self.max_model_len = options.max_model_len or config.context_tokens
         if self.max_model_len > config.context_tokens:
             raise ConfigError(f"--max-model-len {self.max_model_len} exceeds the model's context of {config.context_tokens}")
+        if options.kv_cache_dtype == "fp8" and not kernels.reads_fp8(torch.device(options.device)):
+            raise ConfigError("--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or higher: use int8")
         self.tokenizer = Tokenizer(options.model)
         rows = self.max_model_len + options.draft_tokens
         self.model = load_model(
@@ -82,8 +85,9 @@ class Engine:
         built = build_drafter(options, self.model, self.tokenizer, self.max_model_len)
         self.drafter, self.draft_notes = built.drafter, built.notes
         slots = options.max_num_seqs
-        self.capacity_tokens = _capacity(options, rows, token_bytes(config, self.model.dtype) + built.token_bytes)
-        self.cache = KVCache(config, slots=slots, rows=rows, dtype=self.model.dtype, device=self.model.device)
+        dtype, stored = self.model.dtype, options.kv_cache_dtype
+        self.capacity_tokens = _capacity(options, rows, token_bytes(config, dtype, stored) + built.token_bytes)
+        self.cache = KVCache(config, slots=slots, rows=rows, dtype=dtype, device=self.model.device, stored=stored)
         limits = Limits(
             slots,
             options.max_num_batched_tokens,

@@ -14,6 +14,9 @@ TREES = frozenset({"medusa", "eagle2", "eagle3", "mtp"})
 """Variants that draft trees where `topk` is above 1."""
 
 QUANTIZATIONS = ("none", "int8", "int4")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
+"""What keys and values are stored as; `auto` is the model's dtype. fp8 is e4m3."""
+
 SAMPLINGS = ("coupled", "rejection", "block")
 SELF_INT4 = "self-int4"
 """A `draft` that is the target's own int4 copy."""
@@ -23,6 +26,8 @@ SELF_INT4 = "self-int4"
 class EngineOptions:
     """`draft` is the directory of a model or head, or `self-int4`; `mtp` without one takes the modules in the target's own
     checkpoint. `max_model_len`, `kv_cache_tokens` None: what model and memory allow.
+
+    `kv_cache_dtype` goes for the target's cache and for the drafter's, whatever has one.
 
     `topk` above 1 drafts a tree of depth `k`; `num_draft_tokens` nodes of it are verified, the root (the last token) included.
 
@@ -46,6 +51,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 512
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
     kv_cache_tokens: int | None = None
     ngram_min: int = DEFAULT_MIN_N
     ngram_max: int = DEFAULT_MAX_N
@@ -55,11 +61,15 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other or themselves."""
-        for name, known in (("variant", VARIANTS), ("quantization", QUANTIZATIONS), ("draft_quantization", QUANTIZATIONS)):
+        for name, known in (
+            ("variant", VARIANTS),
+            ("quantization", QUANTIZATIONS),
+            ("draft_quantization", QUANTIZATIONS),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("sampling", SAMPLINGS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} '{getattr(self, name)}': choose from {', '.join(known)}")
-        if self.sampling not in SAMPLINGS:
-            raise ConfigError(f"unknown sampling '{self.sampling}': choose from {', '.join(SAMPLINGS)}")
         if (self.variant == "off") != (self.k == 0) or self.k < 0:
             raise ConfigError(f"variant '{self.variant}' with K = {self.k}: off has K = 0, every other variant K >= 1")
         if self.draft is None and self.variant in NEEDS_DRAFT:

@@ -1,6 +1,6 @@
-"""What a weight quantization costs in quality: greedy agreement and mean KL divergence, teacher-forced on given prompts.
+"""What quantizing weights or the KV cache costs in quality: greedy agreement and mean KL divergence, teacher-forced on given prompts.
 
-Run as ``python -m backends.reference.quality``: reads prompts as JSON lines on standard input, prints one JSON object.
+Run as ``python -m backends.reference.quality``: reads prompts as JSON lines on standard input, prints a JSON list.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,9 @@ def greedy_texts(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: i
     return [sequence.tokens for sequence in sequences]
 
 
-def teacher_forced(model: Decoder, tokens: Sequence[int], prompt_tokens: int) -> Tensor:
-    """Logits that predict each output token given all before it: [outputs, vocab] in float32."""
-    cache = KVCache(model.config, slots=1, rows=len(tokens), dtype=model.dtype, device=model.device)
+def teacher_forced(model: Decoder, tokens: Sequence[int], prompt_tokens: int, stored: str) -> Tensor:
+    """Logits that predict each output token given all before it, over a KV cache of type `stored`: [outputs, vocab] in float32."""
+    cache = KVCache(model.config, slots=1, rows=len(tokens), dtype=model.dtype, device=model.device, stored=stored)
     pieces = [Piece(0, 0, list(tokens[:-1]))]
     batch = build_batch(
         pieces, slot_rows=cache.rows, dtype=model.dtype, device=model.device, window=model.config.sliding_window
@@ -67,45 +67,52 @@ def teacher_forced(model: Decoder, tokens: Sequence[int], prompt_tokens: int) ->
 
 
 def measure(
-    model: Path, prompts: Sequence[Mapping[str, Any]], *, baseline: str, others: Sequence[str], max_tokens: int
-) -> dict[str, Quality]:
-    """Quality of each of `others` against `baseline`, both quantizations of `model`, on rows with `messages` or `prompt`.
+    prompts: Sequence[Mapping[str, Any]], *, baseline: EngineOptions, others: Sequence[EngineOptions], max_tokens: int
+) -> list[Quality]:
+    """Quality of each of `others` against `baseline`: one model with quantizations of its weights and types of its KV cache, on rows
+    with `messages` or `prompt`.
 
     Raises:
         ConfigError: a model that cannot be loaded.
     """
-    engine = Engine(EngineOptions(model=model, quantization=baseline, max_num_seqs=8))
+    engine = Engine(baseline)
     tokenizer = engine.tokenizer
     encoded = [
         tokenizer.encode_chat(row["messages"]) if row.get("messages") else tokenizer.encode(row["prompt"]) for row in prompts
     ]
     texts = greedy_texts(engine, encoded, max_tokens)
     lengths = [len(ids) for ids in encoded]
-    reference = [teacher_forced(engine.model, text, n) for text, n in zip(texts, lengths, strict=True)]
-    found = {}
-    for name in others:
-        other = load_model(model, quantization=name, max_positions=engine.max_model_len)
-        found[name] = compare(reference, (teacher_forced(other, text, n) for text, n in zip(texts, lengths, strict=True)))
+
+    def logits(model: Decoder, options: EngineOptions) -> Iterator[Tensor]:
+        return (teacher_forced(model, text, n, options.kv_cache_dtype) for text, n in zip(texts, lengths, strict=True))
+
+    reference = list(logits(engine.model, baseline))
+    found = []
+    for other in others:
+        model = load_model(other.model, quantization=other.quantization, max_positions=engine.max_model_len)
+        found.append(compare(reference, logits(model, other)))
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m backends.reference.quality", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--baseline", default="none")
-    parser.add_argument("--quantization", required=True, help="comma-separated")
+    parser.add_argument("--baseline", nargs=2, metavar=("WEIGHTS", "KV_CACHE"), default=("none", "auto"))
+    parser.add_argument("--other", nargs=2, metavar=("WEIGHTS", "KV_CACHE"), action="append", required=True)
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
     prompts = [json.loads(line) for line in sys.stdin if line.strip()]
     torch.set_grad_enabled(False)
     try:
-        found = measure(
-            args.model, prompts, baseline=args.baseline, others=args.quantization.split(","), max_tokens=args.max_tokens
+        baseline, *others = (
+            EngineOptions(args.model, quantization=weights, kv_cache_dtype=kv_cache, max_num_seqs=8)
+            for weights, kv_cache in (args.baseline, *args.other)
         )
+        found = measure(prompts, baseline=baseline, others=others, max_tokens=args.max_tokens)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps({name: {"greedy_agreement": q.greedy_agreement, "mean_kl": q.mean_kl} for name, q in found.items()}))
+    print(json.dumps([{"greedy_agreement": q.greedy_agreement, "mean_kl": q.mean_kl} for q in found]))
     return 0
 
 

@@ -65,10 +65,11 @@ def _draft_model(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, 
         model,
         slots=options.max_num_seqs,
         rows=rows,
+        stored=options.kv_cache_dtype,
         vocab_size=target.config.vocab_size,
         rule=options.sampling,
     )
-    return Built(drafter, token_bytes(model.config, model.dtype))
+    return Built(drafter, token_bytes(model.config, model.dtype, options.kv_cache_dtype))
 
 
 def _autoregressive(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, context: int) -> Built:
@@ -129,8 +130,9 @@ def _load(options: EngineOptions, target: Decoder) -> LoadedHead:
 
 def _cache(options: EngineOptions, target: Decoder, head: Head, blocks: int, rows: int) -> tuple[HeadCache, int]:
     shape = HeadKV(blocks, head.shape.kv_heads, head.shape.head_dim)
-    cache = HeadCache(head, shape, slots=options.max_num_seqs, rows=rows, dtype=target.dtype, device=target.device)
-    return cache, token_bytes(shape, target.dtype)
+    slots, dtype, stored = options.max_num_seqs, target.dtype, options.kv_cache_dtype
+    cache = HeadCache(head, shape, slots=slots, rows=rows, dtype=dtype, device=target.device, stored=stored)
+    return cache, token_bytes(shape, dtype, stored)
 
 
 def _choice(options: EngineOptions, target: Decoder, head: Head | Medusa) -> Choice:

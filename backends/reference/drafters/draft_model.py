@@ -16,9 +16,10 @@ from backends.reference.verify import Draft
 class DraftModel:
     capture: tuple[int, ...] = ()
 
-    def __init__(self, model: Decoder, *, slots: int, rows: int, vocab_size: int, rule: str) -> None:
+    def __init__(self, model: Decoder, *, slots: int, rows: int, stored: str, vocab_size: int, rule: str) -> None:
+        """`stored`: as in `KVCache`."""
         self._model = model
-        self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device)
+        self._cache = KVCache(model.config, slots=slots, rows=rows, dtype=model.dtype, device=model.device, stored=stored)
         self._vocab_size = vocab_size
         self._choice = Choice(vocab_size, None, rule)
         self._seen: list[tuple[int, list[int]]] = [

@@ -52,10 +52,20 @@ class Head(Protocol):
 class HeadCache:
     """Everything runs in the order of slots: give sequences and pieces sorted by theirs."""
 
-    def __init__(self, head: Head, shape: HeadKV, *, slots: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        head: Head,
+        shape: HeadKV,
+        *,
+        slots: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: str,
+    ) -> None:
         self._head = head
         self._dtype, self._device = dtype, device
-        self._kv = KVCache(shape, slots=slots, rows=rows, dtype=dtype, device=device)
+        self._kv = KVCache(shape, slots=slots, rows=rows, dtype=dtype, device=device, stored=stored)
         self._taken = [0] * slots  # true rows in each slot
         # sequence id -> (the target's streams of a step, the sequence's rows there)
         self._waiting: dict[int, list[tuple[list[Tensor], list[int]]]] = {}

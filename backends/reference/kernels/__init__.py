@@ -13,6 +13,11 @@ def usable(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
+def reads_fp8(device: torch.device) -> bool:
+    """Whether what runs on `device` can read a KV cache of fp8. GPUs before compute capability 8.9 have no e4m3."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the thread's current GPU, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,6 +7,8 @@ al., arXiv 2205.14135), in float32.
 
 Long sequences are cut into chunks that run in parallel and are joined by a second kernel (Flash-Decoding). Chunks have a fixed
 length, so how the sum over a row is cut does not depend on what else is in the batch.
+
+Rows of a quantized cache are dequantized as they are loaded, with the torch path's arithmetic.
 """
 
 from __future__ import annotations
@@ -23,13 +25,23 @@ CHUNK = 512
 LOG2_E = 1.4426950408889634
 
 
-def tree_attention(q: Tensor, kv: Tensor, narrow: Narrow, positions: Tensor, out: Tensor, *, chunk: int = CHUNK) -> None:
+def tree_attention(
+    q: Tensor,
+    kv: Tensor,
+    narrow: Narrow,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    scales: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> None:
     """Fill the rows of `out` [n, heads, head_dim] that belong to `narrow`'s pieces; other rows are left as they are.
 
     Args:
         q: [n, heads, head_dim], the last dimension contiguous.
-        kv: [slots, rows, 2, kv_heads, head_dim], contiguous, in q's dtype. Rows past a piece's end are never read.
+        kv: [slots, rows, 2, kv_heads, head_dim], contiguous, in q's dtype or quantized. Rows past a piece's end are never read.
         positions: int64 [n], for the sliding window.
+        scales: [slots, rows, 2, kv_heads] of a quantized `kv`.
         chunk: a multiple of 64.
     """
     heads, dim = q.shape[1:]
@@ -46,6 +58,7 @@ def tree_attention(q: Tensor, kv: Tensor, narrow: Narrow, positions: Tensor, out
     _attend_chunk[(pieces, kv_heads * tile["TILES"], chunks)](
         q,
         kv,
+        scales,
         narrow.pieces,
         narrow.seen,
         positions,
@@ -94,6 +107,7 @@ def blocks(dim: int, element_size: int, rows: int) -> dict[str, int]:
 def _attend_chunk(
     q,
     kv,
+    scales,  # None where kv is not quantized
     pieces,
     seen,
     positions,
@@ -146,9 +160,8 @@ def _attend_chunk(
     mean = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n0 in range(first, high, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        at = ((slot * slot_rows + n) * (2 * KV_HEADS) + kv_head) * DIM
-        written = (n < high)[:, None] & (d < DIM)[None, :]
-        keys = tl.load(kv + at[:, None] + d[None, :], mask=written, other=0.0)
+        at = (slot * slot_rows + n) * (2 * KV_HEADS) + kv_head
+        keys = _load_rows(kv, scales, at, n < high, d, DIM, queries.dtype)
         own = n - base
         # a shift by 32 or more is undefined, so it is clamped; own rows number fewer than 32
         path = (bits[:, None] >> tl.minimum(tl.maximum(own, 0), 31)[None, :].to(tl.int32)) & 1
@@ -161,7 +174,7 @@ def _attend_chunk(
         shift = tl.where(top == float("-inf"), 0.0, top)  # nothing seen so far: -inf - -inf is NaN
         weights = tl.exp2(logits - shift[:, None])
         fade = tl.exp2(peak - shift)
-        values = tl.load(kv + at[:, None] + (KV_HEADS * DIM + d)[None, :], mask=written, other=0.0)
+        values = _load_rows(kv, scales, at + KV_HEADS, n < high, d, DIM, queries.dtype)
         mean = mean * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         peak = top
@@ -169,6 +182,16 @@ def _attend_chunk(
     at = row * HEADS + head
     tl.store(parts + chunk * parts_chunk + at[:, None] * DIM + d[None, :], mean.to(parts.dtype.element_ty), mask=inside)
     tl.store(lse + chunk * lse_chunk + at, peak + tl.log2(total), mask=valid)
+
+
+@triton.jit
+def _load_rows(kv, scales, at, written, d, DIM: tl.constexpr, dtype: tl.constexpr):
+    """K or V of one head, [len(at), len(d)] in `dtype`: `at` counts rows of DIM numbers. 0 where nothing is written."""
+    rows = tl.load(kv + at[:, None] * DIM + d[None, :], mask=written[:, None] & (d < DIM)[None, :], other=0.0)
+    if scales is not None:
+        scale = tl.load(scales + at, mask=written, other=0.0)
+        rows = (rows.to(tl.float32) * scale[:, None]).to(dtype)
+    return rows
 
 
 @triton.jit

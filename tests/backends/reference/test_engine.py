@@ -310,6 +310,7 @@ def test_a_draft_model_with_another_tokenizer_is_refused(build: Build, tmp_path:
         ({"variant": "ngram", "k": 0}, "every other variant K >= 1"),
         ({"variant": "eagle9", "k": 2}, "unknown variant 'eagle9'"),
         ({"quantization": "fp3"}, "unknown quantization 'fp3'"),
+        ({"kv_cache_dtype": "int4"}, "unknown kv_cache_dtype 'int4': choose from auto, fp8, int8"),
         ({"dtype": "int7"}, "dtype 'int7'"),
         ({"sampling": "typical"}, "coupled, rejection, block"),
         ({"max_num_seqs": 0}, "at least 1"),

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.reference.options import EngineOptions
 from backends.reference.quality import compare, measure
 
 
@@ -24,10 +25,15 @@ def test_positions_are_pooled_over_texts_of_different_length() -> None:
     assert found.greedy_agreement == 0.75
 
 
-def test_a_model_against_itself_loses_nothing_and_int4_loses_something(tiny_dir: Path) -> None:
+def test_a_model_against_itself_loses_nothing_and_what_is_quantized_loses_something(tiny_dir: Path) -> None:
     prompts = [{"prompt": "one two three one two"}, {"prompt": "four"}]
-    found = measure(tiny_dir, prompts, baseline="none", others=["none", "int4"], max_tokens=8)
-    assert found["none"].greedy_agreement == 1.0
-    assert found["none"].mean_kl == pytest.approx(0.0, abs=1e-9)
-    assert found["int4"].mean_kl > 0
-    assert found["int4"].tokens == found["none"].tokens
+    plain, int8_cache = EngineOptions(tiny_dir), EngineOptions(tiny_dir, kv_cache_dtype="int8")
+    others = [plain, EngineOptions(tiny_dir, quantization="int4"), int8_cache, EngineOptions(tiny_dir, kv_cache_dtype="fp8")]
+    same, *lossy = measure(prompts, baseline=plain, others=others, max_tokens=8)
+    assert same.greedy_agreement == 1.0
+    assert same.mean_kl == pytest.approx(0.0, abs=1e-9)
+    weights, int8, fp8 = (found.mean_kl for found in lossy)
+    assert weights > fp8 > int8 > 1e-7
+    assert {found.tokens for found in lossy} == {same.tokens}
+    (same,) = measure(prompts, baseline=int8_cache, others=[int8_cache], max_tokens=8)
+    assert same.mean_kl == pytest.approx(0.0, abs=1e-9)

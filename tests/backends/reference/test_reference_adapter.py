@@ -40,7 +40,9 @@ def config(folder: Path, **fields: Any) -> ServingConfig:
         ({"variant": "eagle3", "k": 4, "draft": "d", "topk": 2}, {}, "needs num_draft_tokens from 5 to 15"),
         ({"variant": "ngram", "k": 2, "extra": {"k_schedule": [[1, 8, 4]]}}, {}, "between 0 and the configuration's K = 2"),
         ({"weight_quantization": "fp8"}, {}, "quantizes to none, int8, int4 only"),
-        ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype fp8"),
+        ({"kv_cache_dtype": "fp8"}, {}, None),
+        ({"kv_cache_dtype": "int8", "variant": "eagle3", "k": 2, "draft": "d"}, {}, None),
+        ({"kv_cache_dtype": "nvfp4"}, {}, "no KV-cache type 'nvfp4', it has auto, fp8, int8"),
         ({"tensor_parallel": 2}, {}, "tensor_parallel must be 1"),
         ({}, {"sampling_parameters": frozenset({"min_p"})}, "use min_p"),
         ({}, {"structured_output": True}, "structured output"),
@@ -67,6 +69,7 @@ def test_the_command_gives_the_engine_the_same_configuration(tiny_dir: Path) -> 
         draft="heads/e3",
         draft_quantization="int8",
         weight_quantization="int4",
+        kv_cache_dtype="int8",
         max_num_seqs=12,
         chunked_prefill=False,
         extra={"k_schedule": [[1, 4, 4], [5, 12, 0]], "forced_acceptance": "0.8,0.5,0.2,0.1", "max_model_len": 300},
@@ -79,10 +82,16 @@ def test_the_command_gives_the_engine_the_same_configuration(tiny_dir: Path) -> 
     assert options.model == tiny_dir
     assert (options.variant, options.k, options.topk, options.num_draft_tokens) == ("eagle3", 4, 3, 12)
     assert (options.draft, options.draft_quantization, options.quantization) == ("heads/e3", "int8", "int4")
+    assert options.kv_cache_dtype == "int8"
     assert (options.max_num_seqs, options.chunked_prefill, options.dtype) == (12, False, "float32")
     assert options.k_schedule == ((1, 4, 4), (5, 12, 0))
     assert options.forced_acceptance == (0.8, 0.5, 0.2, 0.1)
     assert options.max_model_len == 300
+
+
+def test_a_cache_that_is_not_quantized_needs_no_flag(tiny_dir: Path) -> None:
+    """A gate starts older revisions, which do not have it."""
+    assert "--kv-cache-dtype" not in adapter.launch(config(tiny_dir), port=1, command=("python",), base_args=()).argv
 
 
 @pytest.fixture
@@ -112,7 +121,7 @@ def test_a_page_is_read_back_and_what_differs_is_said(
     pages, endpoint = page_server
     engine = build("eagle3", 2, forced_acceptance=(0.5, 0.2), max_model_len=200, kv_cache_tokens=999)
     pages.append(render(engine, "tiny"))
-    asked = config(tiny_dir, variant="eagle3", k=3, max_num_seqs=16, draft="d")
+    asked = config(tiny_dir, variant="eagle3", k=3, max_num_seqs=16, draft="d", kv_cache_dtype="fp8")
     back = adapter.read_back(endpoint, asked, "")
     assert back.kv_cache_tokens == 999
     assert str(back.version).startswith("torch ")
@@ -120,6 +129,7 @@ def test_a_page_is_read_back_and_what_differs_is_said(
     assert "norm_before_residual" in str(back.resolved["draft_notes"])
     assert back.warnings == (
         "asked for k=3, runs 2",
+        "asked for kv_cache_dtype=fp8, runs auto",
         "acceptance is forced to (0.5, 0.2): step costs are real, the text is not",
     )
 

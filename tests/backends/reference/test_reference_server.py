@@ -143,6 +143,7 @@ def test_an_engine_that_fails_ends_its_requests_and_is_not_ready(build: Build, m
         (["--variant", "ngram", "--k", "2", "--forced-acceptance", "0.5,x"], "argument --forced-acceptance"),
         (["--variant", "medusa", "--k", "2", "--topk", "3", "--draft", "d"], "needs num_draft_tokens from 3 to 13"),
         (["--dtype", "int7"], "dtype 'int7'"),
+        (["--kv-cache-dtype", "fp7"], "argument --kv-cache-dtype: invalid choice: 'fp7'"),
         (["--flag", "1"], "unrecognized arguments: --flag 1 (see --help)"),
     ],
 )

@@ -13,7 +13,7 @@ from backends.reference.quantization import INT4_GROUP
 RTX_4090, H100 = 89, 90
 
 
-def shared_bytes(kernel: Any, types: str, constants: dict[str, int], capability: int) -> int:
+def shared_bytes(kernel: Any, types: str, constants: dict[str, Any], capability: int) -> int:
     """`types` of the arguments that are no constants, in order. Pointers are aligned to 16 bytes, as torch's are."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict(zip(names, types.split(), strict=True))
@@ -27,12 +27,21 @@ def shared_bytes(kernel: Any, types: str, constants: dict[str, int], capability:
 def main() -> None:
     sizes: dict[str, int] = {}
     for capability in (RTX_4090, H100):
-        for dtype, dim, share, window in (("bf16", 64, 3, 0), ("fp16", 128, 8, 4096), ("fp32", 128, 4, 0)):
+        for dtype, kv, dim, share, window in (
+            ("bf16", "bf16", 64, 3, 0),
+            ("fp16", "fp16", 128, 8, 4096),
+            ("fp32", "fp32", 128, 4, 0),
+            ("bf16", "i8", 128, 4, 0),
+            ("bf16", "fp8e4nv", 128, 4, 0),
+        ):
             for width in (1, 31):
                 blocks = tree_attention.blocks(dim, 4 if dtype == "fp32" else 2, width * share)
                 constants = {"HEADS": 8 * share, "SHARE": share, "DIM": dim, "CHUNK": 512, "WINDOW": window, **blocks}
-                types = f"*{dtype} *{dtype} *i64 *i32 *i64 *fp32 *fp32 i32 i32 i64 i64 i32 fp32"
-                name = f"attend sm_{capability} {dtype} dim {dim} share {share} window {window} width {width}"
+                scales = "*fp32" if kv != dtype else ""
+                if not scales:
+                    constants["scales"] = None
+                types = f"*{dtype} *{kv} {scales} *i64 *i32 *i64 *fp32 *fp32 i32 i32 i64 i64 i32 fp32"
+                name = f"attend sm_{capability} {dtype} over {kv} dim {dim} share {share} window {window} width {width}"
                 sizes[name] = shared_bytes(tree_attention._attend_chunk, types, constants, capability)
         constants = {"HEADS": 32, "DIM": 128, "CHUNK": 512, "BLOCK_D": 128}
         types = "*fp32 *fp32 *i64 *bf16 i64 i64"
