@@ -34,7 +34,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-draft-tokens", type=int, help="nodes of the tree that are verified, the last token included")
     add("--draft", help="directory of the draft model or head; self-int4 for draft_model")
     add("--draft-quantization", default="none", choices=QUANTIZATIONS)
-    add("--quantization", default="none", choices=QUANTIZATIONS, help="of the target's weights")
+    add(
+        "--quantization",
+        default="none",
+        choices=QUANTIZATIONS,
+        help="of the target's weights; none for AWQ and GPTQ checkpoints",
+    )
     add("--dtype", default="auto", help="auto, float32, bfloat16, float16")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     add("--sampling", default="coupled", choices=SAMPLINGS, help="verification rule for sampled requests")
@@ -81,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
         from backends.reference.service import Service
 
         engine = Engine(options)
+        for note in engine.weight_notes:
+            print(f"weights: {note}", file=sys.stderr)
         for note in engine.draft_notes:
             print(f"draft: {note}", file=sys.stderr)
         service = Service(engine, args.served_model_name or args.model.resolve().name)

@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from backends.k_schedule import schedule_fault
-from backends.reference.config import read_config
-from backends.reference.options import KV_CACHE_DTYPES, tree_fault
+from backends.reference.config import quantization_fault, read_config
+from backends.reference.options import FP8_EMULATED, KV_CACHE_DTYPES, tree_fault
 from backends.reference.options import QUANTIZATIONS as _QUANTIZATIONS
 from backends.reference.options import VARIANTS as _VARIANTS
 from backends.types import NEEDS_DRAFT, BackendError, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
@@ -49,9 +49,12 @@ def supports(config: ServingConfig, facts: WorkloadFacts) -> str | None:
     if facts.structured_output:
         return "the requests ask for structured output, which the reference engine does not have"
     try:
-        context = int(config.extra.get("max_model_len") or read_config(Path(config.model)).context_tokens)
+        model = read_config(Path(config.model))
     except ConfigError as error:
         return str(error)
+    if fault := quantization_fault(model, config.weight_quantization):
+        return fault
+    context = int(config.extra.get("max_model_len") or model.context_tokens)
     needed = (facts.max_input_tokens or 0) + (facts.max_output_tokens or 0)
     if needed > context:
         return f"the longest request needs {needed} tokens and the context holds {context}"
@@ -111,6 +114,8 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
     warnings = tuple(f"asked for {key}={value}, runs {runs[key]}" for key, value in asked.items() if runs[key] != value)
     if settings["forced_acceptance"] != "()":
         warnings += (f"acceptance is forced to {settings['forced_acceptance']}: step costs are real, the text is not",)
+    if FP8_EMULATED in settings.get("weight_notes", "") + settings["draft_notes"]:
+        warnings += (FP8_EMULATED,)
     return replace(
         endpoint,
         version=settings.pop("version"),

@@ -26,6 +26,16 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How a quantized checkpoint holds its linear layers: 4 bits, `method` awq or gptq, a scale and a zero for each `group` of
+    inputs. The zeros meant are those in the file plus `zero_offset`."""
+
+    method: str
+    group: int
+    zero_offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder. Biases and q/k norms are read from the weights: they are there or they are not."""
 
@@ -45,6 +55,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint: bfloat16, float16, float32
     eos_ids: frozenset[int]
     mtp_modules: int = 0  # multi-token-prediction modules in the same checkpoint, after the blocks
+    packing: Packing | None = None  # of a checkpoint that is quantized already
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,8 +88,6 @@ def read_config(folder: Path) -> ModelConfig:
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in ARCHITECTURES:
         raise ConfigError(f"{path}: architecture {architecture} is not supported; the engine runs {', '.join(ARCHITECTURES)}")
-    if raw.get("quantization_config"):
-        raise ConfigError(f"{path}: the checkpoint is already quantized; give an unquantized one and use --quantization")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path}: hidden_act {raw['hidden_act']} is not supported, only silu")
     try:
@@ -100,11 +109,48 @@ def read_config(folder: Path) -> ModelConfig:
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             eos_ids=_eos_ids(folder, raw),
             mtp_modules=int(raw.get("num_nextn_predict_layers") or 0),
+            packing=read_packing(raw, path),
         )
     except KeyError as error:
         raise ConfigError(f"{path} has no field {error}") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+ZERO_OFFSETS = {("awq", "gemm"): 0, ("gptq", "gptq"): 1, ("gptq", "gptq_v2"): 0}
+"""The layouts that can be read: quantization method and format."""
+
+
+def read_packing(raw: Mapping[str, Any], path: Path) -> Packing | None:
+    """`quantization_config` as AutoAWQ, AutoGPTQ, GPTQModel and transformers write it; None where there is none. A format that is
+    not said is the first of its method, as these libraries take it.
+
+    Raises:
+        ConfigError: a checkpoint quantized in another way.
+    """
+    given = raw.get("quantization_config")
+    if not given:
+        return None
+    method, bits, group = given.get("quant_method"), given.get("bits"), given.get("group_size")
+    default = {"awq": "gemm", "gptq": "gptq"}.get(method)
+    layout = str(given.get("checkpoint_format") or given.get("format") or given.get("version") or default).lower()
+    if (method, layout) not in ZERO_OFFSETS:
+        what = f"{method} in the layout {layout}" if default else f"{method}"
+        fault = f"quantized by {what}; the engine reads {', '.join(f'{m} ({name})' for m, name in ZERO_OFFSETS)}"
+    elif bits != 4:
+        fault = f"quantized to {bits} bits by {method}; the engine reads 4"
+    elif group not in (64, 128):
+        fault = f"quantized in groups of {group} by {method}; the engine reads groups of 64 and 128"
+    else:
+        return Packing(method, group, ZERO_OFFSETS[method, layout])
+    raise ConfigError(f"{path}: the checkpoint is {fault}. Or give an unquantized one and use --quantization")
+
+
+def quantization_fault(config: ModelConfig, asked: str) -> str | None:
+    """Why the weights of a checkpoint cannot be quantized to `asked`, in one line; None if they can."""
+    if config.packing is None or asked == "none":
+        return None
+    return f"the checkpoint holds 4-bit weights ({config.packing.method}): they run as they are, with quantization none, not {asked}"
 
 
 def read_rope(raw: Mapping[str, Any], path: Path) -> RopeConfig:

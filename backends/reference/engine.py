@@ -17,6 +17,7 @@ from backends.reference.drafters import build_drafter
 from backends.reference.kv_cache import KVCache, token_bytes
 from backends.reference.loader import load_model
 from backends.reference.options import EngineOptions
+from backends.reference.quantization import weight_notes
 from backends.reference.sampling import ACCEPT, FORCED, RESIDUAL, Sampling, choose, probabilities, race, uniform
 from backends.reference.scheduler import Limits, Plan, Scheduler
 from backends.reference.sequence import Sequence, StepOutput
@@ -84,6 +85,7 @@ class Engine:
         )
         built = build_drafter(options, self.model, self.tokenizer, self.max_model_len)
         self.drafter, self.draft_notes = built.drafter, built.notes
+        self.weight_notes = weight_notes(options.quantization, config.packing, self.model.device, self.model.dtype)
         slots = options.max_num_seqs
         dtype, stored = self.model.dtype, options.kv_cache_dtype
         self.capacity_tokens = _capacity(options, rows, token_bytes(config, dtype, stored) + built.token_bytes)
@@ -118,6 +120,7 @@ class Engine:
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
         settings |= {
+            "weight_notes": "; ".join(self.weight_notes),
             "draft_notes": "; ".join(self.draft_notes),
             "max_model_len": self.max_model_len,
             "kv_cache_tokens": self.capacity_tokens,

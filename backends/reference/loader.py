@@ -1,4 +1,4 @@
-"""From a model directory to a `Decoder`: safetensors, one file or sharded, tied or untied embeddings."""
+"""From a model directory to a `Decoder`: safetensors, one file or sharded, tied or untied embeddings, plain weights or packed ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.reference.config import ModelConfig, read_config, read_json
+from backends.reference.config import ModelConfig, quantization_fault, read_config, read_json
 from backends.reference.model import Decoder, Layer
-from backends.reference.quantization import HEADS, LINEARS
+from backends.reference.quantization import HEADS, LINEARS, Make
+from backends.reference.quantization.checkpoint import read_int4
+from backends.reference.quantization.dense import Linear
+from backends.reference.quantization.int4 import Int4
 from backends.types import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,14 +37,17 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
 def load_model(
     folder: Path, *, dtype: str = "auto", quantization: str = "none", device: str = "cpu", max_positions: int | None = None
 ) -> Decoder:
-    """The model in `folder`, weights quantized as asked while they are read.
+    """The model in `folder`, weights quantized as asked while they are read; what is packed in 4 bits already stays so.
 
     Raises:
-        ConfigError: missing files or tensors, tensors of an unknown name or shape, an unsupported architecture.
+        ConfigError: missing files or tensors, tensors of an unknown name or shape, an unsupported architecture, a quantization of
+            weights that are quantized already.
     """
     config = read_config(folder)
     if quantization not in LINEARS:
         raise ConfigError(f"quantization '{quantization}' is not supported: choose from {', '.join(LINEARS)}")
+    if fault := quantization_fault(config, quantization):
+        raise ConfigError(f"{folder}: {fault}")
     place = torch.device(device)
     kind = resolve_dtype(dtype, config, place)
     weights = _Weights(folder)
@@ -49,15 +55,27 @@ def load_model(
     def tensor(name: str, *shape: int) -> Tensor:
         return weights.take(name, shape).to(device=place, dtype=kind)
 
+    def linear(parts: dict[str, int], columns: int, make: Make = LINEARS[quantization]) -> Linear:
+        """One layer of the outputs of `parts`, name to count, one after another."""
+        biased = any(f"{name}.bias" in weights for name in parts)
+        bias = torch.cat([tensor(f"{name}.bias", rows) for name, rows in parts.items()]) if biased else None
+        if config.packing is None or not any(f"{name}.qweight" in weights for name in parts):
+            return make(torch.cat([tensor(f"{name}.weight", rows, columns) for name, rows in parts.items()]), bias)
+        packed = [
+            read_int4(config.packing, weights.take, name, rows, columns, ordered=f"{name}.g_idx" in weights)
+            for name, rows in parts.items()
+        ]
+        q, scale_zero = torch.cat([q for q, _ in packed]), torch.cat([both for _, both in packed], dim=1)
+        return Int4(q.to(place), scale_zero.to(place), bias)
+
     embedding = tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = [_layer(config, index, tensor, weights, LINEARS[quantization]) for index in range(config.num_layers)]
+    layers = [_layer(config, index, tensor, linear, weights) for index in range(config.num_layers)]
     norm = tensor("model.norm.weight", config.hidden_size)
     if config.tied_embeddings:
         weights.drop("lm_head.weight")
-        output = embedding
+        head = HEADS[quantization](embedding, None)
     else:
-        output = tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-    head = HEADS[quantization](output, None)
+        head = linear({"lm_head": config.vocab_size}, config.hidden_size, HEADS[quantization])
     for module in range(config.mtp_modules):  # read by `heads.load` where they are to draft
         weights.drop_all(f"model.mtp_layers.{module}.", f"model.layers.{config.num_layers + module}.")
     weights.finish()
@@ -70,19 +88,15 @@ def _layer(
     config: ModelConfig,
     index: int,
     tensor: Callable[..., Tensor],
+    linear: Callable[[dict[str, int], int], Linear],
     weights: _Weights,
-    linear: Callable[..., Callable[[Tensor], Tensor]],
 ) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def fused(parts: dict[str, int], columns: int) -> Callable[[Tensor], Tensor]:
-        weight = torch.cat([tensor(f"{prefix}{name}.weight", rows, columns) for name, rows in parts.items()])
-        biased = [f"{prefix}{name}.bias" in weights for name in parts]
-        if not any(biased):
-            return linear(weight, None)
-        return linear(weight, torch.cat([tensor(f"{prefix}{name}.bias", rows) for name, rows in parts.items()]))
+    def fused(parts: dict[str, int], columns: int) -> Linear:
+        return linear({prefix + name: rows for name, rows in parts.items()}, columns)
 
     def head_norm(name: str) -> Tensor | None:
         full = f"{prefix}self_attn.{name}.weight"

@@ -14,7 +14,7 @@ from backends.reference.attention import attend
 from backends.reference.batch import Batch
 from backends.reference.config import ModelConfig, RopeConfig
 from backends.reference.kv_cache import KVCache
-from backends.reference.quantization import Linear
+from backends.reference.quantization.dense import Linear
 
 
 @dataclass(frozen=True, slots=True)

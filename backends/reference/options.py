@@ -13,11 +13,12 @@ VARIANTS = ("off", "ngram", "suffix", "draft_model", "medusa", "eagle2", "eagle3
 TREES = frozenset({"medusa", "eagle2", "eagle3", "mtp"})
 """Variants that draft trees where `topk` is above 1."""
 
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("none", "int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 """What keys and values are stored as; `auto` is the model's dtype. fp8 is e4m3."""
 
 SAMPLINGS = ("coupled", "rejection", "block")
+FP8_EMULATED = "fp8 is emulated: the text and what is accepted are those of e4m3, step costs are not"
 SELF_INT4 = "self-int4"
 """A `draft` that is the target's own int4 copy."""
 

@@ -29,7 +29,7 @@ from backends.reference.kv_cache import token_bytes
 from backends.reference.loader import load_model
 from backends.reference.model import Decoder
 from backends.reference.options import SELF_INT4, EngineOptions
-from backends.reference.quantization import LINEARS
+from backends.reference.quantization import LINEARS, weight_notes
 from backends.reference.tokenizer import Tokenizer
 from backends.types import ConfigError
 
@@ -55,6 +55,8 @@ def build_drafter(options: EngineOptions, target: Decoder, tokenizer: Tokenizer,
 def _draft_model(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, context: int) -> Built:
     rows = context + options.k
     if options.draft == SELF_INT4:
+        if target.config.packing is not None:
+            raise ConfigError(f"{SELF_INT4} drafts with an int4 copy, and {options.model} holds 4-bit weights itself")
         folder, quantization = options.model, "int4"
     else:
         folder, quantization = _folder(options), options.draft_quantization
@@ -69,7 +71,8 @@ def _draft_model(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, 
         vocab_size=target.config.vocab_size,
         rule=options.sampling,
     )
-    return Built(drafter, token_bytes(model.config, model.dtype, options.kv_cache_dtype))
+    notes = weight_notes(quantization, model.config.packing, model.device, model.dtype)
+    return Built(drafter, token_bytes(model.config, model.dtype, options.kv_cache_dtype), notes)
 
 
 def _autoregressive(options: EngineOptions, target: Decoder, tokenizer: Tokenizer, context: int) -> Built:
@@ -125,7 +128,8 @@ def _load(options: EngineOptions, target: Decoder) -> LoadedHead:
     if isinstance(head, Eagle | Mtp):
         borrow(head, target.logits)
     with_linears(head, LINEARS[options.draft_quantization])
-    return loaded
+    notes = weight_notes(options.draft_quantization, None, target.device, target.dtype)
+    return replace(loaded, notes=loaded.notes + notes)
 
 
 def _cache(options: EngineOptions, target: Decoder, head: Head, blocks: int, rows: int) -> tuple[HeadCache, int]:

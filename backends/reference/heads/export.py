@@ -18,6 +18,7 @@ from backends.reference.config import read_json
 from backends.reference.heads import layouts
 from backends.reference.heads.block import Shape
 from backends.reference.heads.files import SCALE, HeadFile, TargetWeights
+from backends.reference.quantization.int8 import to_int8
 
 MASK_EMBEDDING = "mask_embedding"
 """P-EAGLE's one trained embedding row: in the published layout it stands in a copy of the whole embedding."""
@@ -44,22 +45,17 @@ def write_small(folder: Path, head: Published) -> None:
     tensors: State = {}
     for name, tensor in head.own.items():
         if tensor.dim() == 2 and tensor.is_floating_point() and min(tensor.shape) > 1:
-            tensors[name], tensors[f"{name}{SCALE}"] = to_int8(tensor)
+            tensors[name], scale = to_int8(tensor)
+            tensors[f"{name}{SCALE}"] = scale.flatten()
         else:
             tensors[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
     _write(folder, tensors, head.config)
 
 
-def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 [rows, columns] and a float32 scale for each row."""
-    scale = weight.float().abs().amax(1).clamp_min(1e-12) / 127
-    return (weight.float() / scale[:, None]).round().to(torch.int8), scale
-
-
 def round_int8(weight: Tensor) -> Tensor:
     """What is left of a matrix after int8."""
     q, scale = to_int8(weight)
-    return q * scale[:, None]
+    return q * scale
 
 
 def write_published(folder: Path, variant: str, head: Published, target: TargetWeights) -> None:

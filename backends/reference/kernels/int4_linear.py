@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.reference.kernels import launching_on
-from backends.reference.quantization import INT4_GROUP
 
 BLOCK_N = 64  # output channels of one program
 
@@ -22,8 +21,8 @@ def int4_linear(x: Tensor, packed: Tensor, scale_zero: Tensor) -> Tensor:
 
     Args:
         x: [n, in].
-        packed: uint8 [out, in / 2]; in each group of 64 inputs the second 32 are the high halves.
-        scale_zero: [in / 64, out, 2].
+        packed: uint8 [out, in / 2]; in each group of inputs the second half of them are the high halves.
+        scale_zero: [groups, out, 2], groups of 64 or 128 inputs.
     """
     x = x.contiguous()
     n, columns = x.shape
@@ -41,7 +40,7 @@ def int4_linear(x: Tensor, packed: Tensor, scale_zero: Tensor) -> Tensor:
             columns,
             BLOCK_M=block_m,
             BLOCK_N=BLOCK_N,
-            HALF=INT4_GROUP // 2,
+            HALF=columns // len(scale_zero) // 2,
             num_warps=4,
             num_stages=2,
         )

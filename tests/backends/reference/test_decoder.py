@@ -181,7 +181,7 @@ def _edit(folder: Path, **changes: object) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope type 'yarn' is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "already quantized"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by fp8"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"hidden_size": None}, "config.json"),
         ({"intermediate_size": 99}, "has shape"),

@@ -39,7 +39,7 @@ def config(folder: Path, **fields: Any) -> ServingConfig:
         ({"variant": "p_eagle", "k": 4, "draft": "d", "topk": 2, "num_draft_tokens": 8}, {}, "p_eagle drafts chains"),
         ({"variant": "eagle3", "k": 4, "draft": "d", "topk": 2}, {}, "needs num_draft_tokens from 5 to 15"),
         ({"variant": "ngram", "k": 2, "extra": {"k_schedule": [[1, 8, 4]]}}, {}, "between 0 and the configuration's K = 2"),
-        ({"weight_quantization": "fp8"}, {}, "quantizes to none, int8, int4 only"),
+        ({"weight_quantization": "awq"}, {}, "quantizes to none, int8, int4, fp8 only"),
         ({"kv_cache_dtype": "fp8"}, {}, None),
         ({"kv_cache_dtype": "int8", "variant": "eagle3", "k": 2, "draft": "d"}, {}, None),
         ({"kv_cache_dtype": "nvfp4"}, {}, "no KV-cache type 'nvfp4', it has auto, fp8, int8"),
@@ -132,6 +132,14 @@ def test_a_page_is_read_back_and_what_differs_is_said(
         "asked for kv_cache_dtype=fp8, runs auto",
         "acceptance is forced to (0.5, 0.2): step costs are real, the text is not",
     )
+
+
+def test_emulated_fp8_is_warned_of(page_server: tuple[list[str], Endpoint], build: Build, tiny_dir: Path) -> None:
+    pages, endpoint = page_server
+    pages.append(render(build(quantization="fp8"), "tiny"))
+    back = adapter.read_back(endpoint, config(tiny_dir, weight_quantization="fp8", max_num_seqs=16), "")
+    assert back.warnings == ("fp8 is emulated: the text and what is accepted are those of e4m3, step costs are not",)
+    assert back.resolved["weight_notes"] == back.warnings[0]
 
 
 def test_a_server_without_a_page_is_an_error(page_server: tuple[list[str], Endpoint], tiny_dir: Path) -> None:

@@ -8,7 +8,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from backends.reference.kernels import choose, int4_linear, tree_attention
-from backends.reference.quantization import INT4_GROUP
 
 RTX_4090, H100 = 89, 90
 
@@ -50,8 +49,12 @@ def main() -> None:
         sizes[f"choose sm_{capability}"] = shared_bytes(choose._choose_row, types, {"BLOCK": choose.BLOCK}, capability)
         for dtype in ("bf16", "fp32"):
             types = f"*{dtype} *u8 *bf16 *{dtype} i32 i32 i32"
-            constants = {"BLOCK_M": 64, "BLOCK_N": int4_linear.BLOCK_N, "HALF": INT4_GROUP // 2}
+            constants = {"BLOCK_M": 64, "BLOCK_N": int4_linear.BLOCK_N, "HALF": 32}
             sizes[f"int4 sm_{capability} {dtype}"] = shared_bytes(int4_linear._int4_rows, types, constants, capability)
+            types, constants = types.replace("*u8 *bf16", "*u8 *fp32"), {**constants, "HALF": 64}  # of a checkpoint
+            sizes[f"int4 sm_{capability} {dtype} groups of 128"] = shared_bytes(
+                int4_linear._int4_rows, types, constants, capability
+            )
     print(json.dumps(sizes))
 
 

@@ -23,5 +23,5 @@ def test_kernels_compile_and_fit_in_shared_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     sizes = json.loads(done.stdout.splitlines()[-1])
-    assert len(sizes) == 28
+    assert len(sizes) == 32
     assert {name: size for name, size in sizes.items() if size > SMALLEST_SHARED_MEMORY} == {}

@@ -8,8 +8,10 @@ import torch
 from tiny_models import generate, request
 
 from backends.reference.engine import Engine
-from backends.reference.options import EngineOptions
-from backends.reference.quantization import LINEARS, Dense, Int4, Int8, Linear
+from backends.reference.options import QUANTIZATIONS, EngineOptions
+from backends.reference.quantization import HEADS, LINEARS
+from backends.reference.quantization.dense import Dense, Linear
+from backends.reference.quantization.int4 import Int4
 from backends.types import ConfigError
 
 X = torch.randn(7, 128, generator=torch.Generator().manual_seed(0))
@@ -23,33 +25,46 @@ def error(linear: Linear) -> float:
     return float((linear(X) - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize(("name", "bound"), [("none", 1e-6), ("int8", 0.01), ("int4", 0.12)])
+@pytest.mark.parametrize(("name", "bound"), [("none", 1e-6), ("int8", 0.015), ("int4", 0.12), ("fp8", 0.06)])
 def test_error_is_what_the_bits_allow(name: str, bound: float) -> None:
     linear = LINEARS[name](WEIGHT, BIAS)
     assert error(linear) < bound
     assert linear(X).dtype == torch.float32
 
 
-def test_representable_weights_come_back_exactly() -> None:
-    """Weights on the grid: int8 from -127..127 with scale 1; int4 from -8..7 with scale 1 and zero 0."""
+def test_int4_weights_on_the_grid_come_back_exactly() -> None:
+    """Whole numbers of -8..7 with both ends in every group: scale 1 and zero 0."""
     x = torch.randint(-2, 3, (3, 64)).float()
-    for linear, low, high in ((Int8, -127, 127), (Int4, -8, 7)):
-        weight = torch.randint(low, high + 1, (32, 64), generator=torch.Generator().manual_seed(0)).float()
-        weight[:, 0], weight[:, 1] = low, high
-        torch.testing.assert_close(linear(weight)(x), (x @ weight.T).bfloat16().float(), rtol=0.01, atol=1.0)
+    weight = torch.randint(-8, 8, (32, 64), generator=torch.Generator().manual_seed(0)).float()
+    weight[:, 0], weight[:, 1] = -8, 7
+    torch.testing.assert_close(Int4.quantize(weight)(x), (x @ weight.T).bfloat16().float())
 
 
 def test_int4_refuses_shapes_it_cannot_group() -> None:
     with pytest.raises(ConfigError, match="groups of 64"):
-        Int4(torch.randn(32, 100))
+        Int4.quantize(torch.randn(32, 100))
+    with pytest.raises(ConfigError, match="multiples of 16"):
+        Int4.quantize(torch.randn(24, 64))
+
+
+def test_every_quantization_is_in_every_table() -> None:
+    assert tuple(LINEARS) == tuple(HEADS) == QUANTIZATIONS
 
 
 @pytest.mark.parametrize(("variant", "k"), [("off", 0), ("ngram", 3)])
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_a_quantized_model_generates(quantization: str, variant: str, k: int, tiny_dir: Path) -> None:
     engine = Engine(EngineOptions(tiny_dir, quantization=quantization, variant=variant, k=k, max_num_seqs=4))
     made = generate(engine, [request([i, 7, 9] * 5, 8, ignore_eos=True) for i in range(4)])
     assert [len(ids) for ids in made] == [8] * 4
+
+
+def test_emulated_fp8_is_marked(tiny_dir: Path) -> None:
+    engine = Engine(EngineOptions(tiny_dir, quantization="fp8"))
+    assert "fp8 is emulated" in str(engine.resolved()["weight_notes"])
+    drafting = Engine(EngineOptions(tiny_dir, variant="draft_model", k=2, draft=str(tiny_dir), draft_quantization="fp8"))
+    assert drafting.resolved()["weight_notes"] == ""
+    assert "fp8 is emulated" in str(drafting.resolved()["draft_notes"])
 
 
 def test_bfloat16_runs(tiny_dir: Path) -> None:
