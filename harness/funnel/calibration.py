@@ -7,8 +7,8 @@ the errors are is taken from the loads themselves.
 
 The machine may be slower for a while, which would look like a slow drafter. It then computes prompts slowly too, and those hardly
 depend on the drafter. So TTFT is a second reading of each load, which shares with the first only the state of the machine, a process
-in time. A TTFT now and then says nothing of the machine (a queue of prompts that the fit does not foresee), so those far from the
-rest weigh less (a Student t by iterated weights).
+in time. Two things are seldom and then large, and are Student t instead of normal (by iterated weights): a machine that a neighbour
+slows down for minutes, and a TTFT that says nothing of the machine (a queue of prompts that the fit does not foresee).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ DRAFTER_SHARE, SERVER_SHARE, CELL_SHARE = 0.3, 0.2, 0.15
 """Of the prior variance: what all cells of a drafter share, what all batch sizes of a server share, what a cell has for itself (a
 step that fits no captured CUDA graph, say)."""
 SPLIT_SD = 0.3  # of the share of a draft's cost that is fixed, while only one K was measured: evenly between 0 and 1
-MACHINE_SD, MACHINE_SCALE_S = 0.04, 400.0  # of the machine's speed, and how long it lasts
+MACHINE_SD, MACHINE_SCALE_S = 0.03, 400.0  # of the machine's speed, and how long it lasts
 SERVER_SD, LOAD_SD = 0.007, 0.004  # of a server from start to start, and of a load on it beside its steps'
 TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter
 TTFT_REQUEST_SD = 0.15  # of one request's TTFT, within what its lengths explain
-TTFT_FREEDOM, ITERATIONS = 4.0, 4  # degrees of freedom of a TTFT reading's error
+MACHINE_FREEDOM, TTFT_FREEDOM = 2.0, 4.0  # degrees of freedom of the machine's state, and of a TTFT reading's error
+ITERATIONS = 6
 
 Cells = Sequence[tuple[ServingConfig, int]]
 
@@ -76,14 +77,17 @@ def calibrate(cost: StepCost, loads: Sequence[Observation], ratios: Sequence[tup
     shape = max(TTFT_SHAPE_SD, float(np.sqrt(np.mean(readings[:, 1] ** 2))))
     ttft = shape**2 * _near_batch(seen, seen)
     ttft += TTFT_DRAFT_SD**2 * _same_draft(seen, seen)
-    total = covariance_of(seen, seen) + machine + server + np.diag(noise)
+    time = covariance_of(seen, seen) + server + np.diag(noise)
     both = readings.T.ravel()
-    weights = np.ones(len(loads))
+    weights, calm = np.ones(len(loads)), np.ones(len(loads))
     for _ in range(ITERATIONS):
         ttft_error = np.diag(ttft_noise / weights)
-        factor = cho_factor(np.block([[total, machine], [machine, ttft + machine + ttft_error]]))
-        error = ttft_noise / weights * cho_solve(factor, both)[len(loads) :]  # of each TTFT, as it is expected now
+        state = machine / np.sqrt(np.outer(calm, calm))
+        factor = cho_factor(np.block([[time + state, state], [state, ttft + state + ttft_error]]))
+        of_time, of_ttft = np.split(cho_solve(factor, both), 2)
+        error, found = ttft_noise / weights * of_ttft, state @ (of_time + of_ttft)  # as they are expected now
         weights = (TTFT_FREEDOM + 1) / (TTFT_FREEDOM + error**2 / ttft_noise)
+        calm = (MACHINE_FREEDOM + 1) / (MACHINE_FREEDOM + found**2 / MACHINE_SD**2)
     cross = np.hstack([covariance_of(cells, seen), np.zeros((len(cells), len(loads)))])
     return Calibration(
         cells,

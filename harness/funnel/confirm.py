@@ -1,8 +1,9 @@
 """Confirmation: finalists and off, measured again in turn on requests that the search has not seen.
 
 Rounds are server lifetimes: each finalist and off once per round, the order reversed every other round, so that what drifts hits all
-alike. After each round the funnel learns its loads, which may make another configuration a finalist. It ends when no other is
-expected to gain over the best and the best is apart from off or equal to it, or when the rounds are used up.
+alike. After each round the funnel learns its loads, which may make another configuration a finalist. It ends when the best is apart
+from off or equal to it, when one more round could not make it so, or when the rounds are used up. Two finalists that are nearly
+equal are not told apart: that takes more rounds than choosing the wrong one costs.
 
 The winner is chosen by all that was measured, in search and confirmation. Its speed-up, and whether it is clear, come from the
 confirmation alone: what the search picked for its luck has none of that luck here.
@@ -66,7 +67,8 @@ def confirm(
     """Measure until it is decided, `requests(batch size)` requests a load. Batch sizes of less than `least_weight` in every trace are
     left out.
 
-    A round that contradicts the search calls for another. `after` is called once with each server that was measured, while it runs.
+    A round that contradicts the search, or puts another configuration before its finalists, calls for another. `after` is called once
+    with each server that was measured, while it runs.
     """
     workloads = funnel.workloads
     batches = [b for b in sorted({b for w in workloads for b in w.weights}) if _weight(workloads, b) >= least_weight]
@@ -90,9 +92,11 @@ def confirm(
         result = _judge(funnel, _paced(funnel, rounds), list(expected))
         surprised = any(_surprising(result.speedups[config], *expected[config]) for config in alive)
         leader = max(expected, key=lambda config: _expected(funnel, config)[0])
-        rivals = funnel.rivals(leader if _expected(funnel, leader)[0] > 0 else funnel.off)
-        told = _apart(result.speedups[leader]) or _equal(result.speedups[leader])
-        if (told and not rivals and not surprised) or result.rounds >= max_rounds or funnel.stop():
+        best = _expected(funnel, leader)[0]
+        rivals = funnel.rivals(leader if best > 0 else funnel.off)
+        overtaken = any(config not in expected and _expected(funnel, config)[0] > best + TIE for config in rivals)
+        settled = _is_settled(result.speedups[leader], result.rounds) and not surprised and not overtaken
+        if settled or result.rounds >= max_rounds or funnel.stop():
             break
         alive = [leader, *(config for config in rivals if config != leader)][:MAX_FINALISTS]
     return result
@@ -192,6 +196,15 @@ def _surprising(found: Estimate, mean: float, sd: float) -> bool:
         return False
     half = (found.ci95[1] - found.ci95[0]) / 2
     return abs(found.value - mean) > SURPRISE + half + 1.96 * sd
+
+
+def _is_settled(found: Estimate, rounds: int) -> bool:
+    """Apart from off or equal to it, or neither after one more round either, should that find the same."""
+    if found.ci95 is None:
+        return False
+    half = (found.ci95[1] - found.ci95[0]) / 2 * math.sqrt(rounds / (rounds + 1))
+    after = Estimate(found.value, (found.value - half, found.value + half))
+    return _apart(found) or _equal(found) or not (_apart(after) or _equal(after))
 
 
 def _apart(found: Estimate) -> bool:

@@ -6,7 +6,7 @@ A prediction is no measurement and is called a prediction wherever it is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from harness.funnel.observation import Observation, Workload
 from harness.funnel.step_cost import DraftCost, StepCost, passes
 from harness.funnel.virtual_load import VirtualLoad, closed_loop
 
-MAX_REQUESTS = 48
+MAX_REQUESTS = 128
 """Requests of one virtual load (or the batch size, where that is more): virtual time is cheap, not free."""
 
 
@@ -91,15 +91,16 @@ def predict(
     cost: StepCost,
     curve: Curve | None,
     *,
+    kept_hits: float = 1.0,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """One closed-loop load in virtual time, with the workload's own lengths.
+    """One closed-loop load in virtual time, with the workload's own lengths. `kept_hits`: prefix-cache hits ÷ those with off.
 
     Throughput is that of busy slots: batch × Σ tokens ÷ Σ time in the slot.
     """
     order = _spread(workload, max(min(len(workload.input_tokens), MAX_REQUESTS), batch_size))
-    left = 1 - workload.prefix_hit_rate
+    left = 1 - workload.prefix_hit_rate * kept_hits
     requests = [SimulatedRequest(0.0, max(1, round(workload.input_tokens[i] * left)), workload.output_tokens[i]) for i in order]
     world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch_size, luck=False)
@@ -156,6 +157,7 @@ def predict_grid(
     workloads: Sequence[Workload],
     cost: StepCost,
     acceptance: Acceptances,
+    kept_hits: Callable[[ServingConfig, str], float],
     *,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
@@ -167,8 +169,9 @@ def predict_grid(
             curve = acceptance(config, workload.name) if config.k else None
             if config.k and (curve is None or len(curve.rates) < config.k):
                 continue
+            kept = kept_hits(config, workload.name)
             for batch in batch_sizes:
-                cell = predict(config, batch, workload, cost, curve, kv_cache_tokens=kv_cache_tokens, slo=slo)
+                cell = predict(config, batch, workload, cost, curve, kept_hits=kept, kv_cache_tokens=kv_cache_tokens, slo=slo)
                 grid[config, batch, workload.name] = cell
     return grid
 

@@ -24,7 +24,7 @@ from harness.funnel.prediction import Grid, predict_grid, ratios
 from harness.funnel.scores import Scores, score
 from harness.funnel.step_cost import StepCost, fit
 
-MARGIN, LEAST_GAIN = 0.01, 0.003
+MARGIN, LEAST_GAIN = 0.01, 0.002
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
@@ -36,7 +36,7 @@ PROBE_BATCH, PROBE_REQUESTS, LEAST_REQUESTS = 32, 64, 8
 """Acceptance is probed at this batch size, or the largest that matters if that is larger: tokens are cheap there."""
 
 
-START_SHARE, MAX_REQUESTS = 0.1, 128
+START_SHARE, MAX_REQUESTS = 0.2, 128
 """A load may have as many requests as take this share of a server's start: a short load saves nothing and is mostly noise."""
 
 
@@ -206,6 +206,14 @@ class Funnel:
         loads = [load for load in self.loads if load.config.k and draft_key(load.config) == key and load.workload == workload]
         return from_loads(loads) if loads else self.recorded.get((key, workload))
 
+    def _kept_hits(self, config: ServingConfig, workload: str) -> float:
+        """Prefix-cache hits in the drafter's loads ÷ those of off at the same batch sizes: some engines lose hits with a draft."""
+        here = [load for load in self.loads if load.workload == workload]
+        offs = {load.batch_size: load.prefix_hit_rate for load in here if load.config == self.off}
+        drafted = [load for load in here if draft_key(load.config) == draft_key(config)]
+        plain = sum(offs.get(load.batch_size, load.prefix_hit_rate) for load in drafted)
+        return min(sum(load.prefix_hit_rate for load in drafted) / plain, 1.0) if plain else 1.0
+
     def _curves(self) -> dict[tuple[DraftKey, str], Curve]:
         """Of every drafter and workload, as far as known."""
         keys = [draft_key(configs[0]) for configs in self.drafters]
@@ -238,6 +246,7 @@ class Funnel:
             self.workloads,
             self.cost,
             lambda config, workload: acceptance.get((draft_key(config), workload)),
+            self._kept_hits,
             kv_cache_tokens=self.kv_cache_tokens,
             slo=self.slo,
         )

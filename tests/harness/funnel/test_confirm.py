@@ -6,9 +6,10 @@ import pytest
 
 from backends.simulated.world import Draft, World
 from backends.types import ServingConfig
-from harness.funnel.confirm import SERVER_SD, Confirmed, Paced, compare, confirm
+from harness.funnel.confirm import SERVER_SD, Confirmed, Paced, _is_settled, compare, confirm
 from harness.funnel.observation import Observation
 from harness.funnel.search import Funnel
+from harness.statistics import Estimate
 from tests.harness.funnel.loads import OFF, WORLD, noisy, observe, on, workload
 
 TRACE = [workload({4: 0.5, 16: 0.5})]
@@ -80,6 +81,22 @@ def test_what_the_loads_show_to_be_better_becomes_a_finalist() -> None:
     found = confirm(funnel, [on("eagle3", 6)], lambda batch: 48, least_weight=0.05, after=asked.append)
     assert found.winner == on("eagle3", 3)
     assert asked == [on("eagle3", 6), OFF, on("eagle3", 3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "half", "settled"),
+    [
+        (0.05, 0.03, True),  # apart
+        (0.0, 0.015, True),  # equal
+        (0.03, 0.035, False),  # apart after one more round, should that find the same
+        (0.0, 0.025, False),  # equal then
+        (0.01, 0.04, True),  # neither then
+        (math.nan, None, False),
+    ],
+)
+def test_another_round_is_worth_it_where_it_could_decide(value: float, half: float | None, settled: bool) -> None:
+    found = Estimate(value, None if half is None else (value - half, value + half))
+    assert _is_settled(found, 1) == settled
 
 
 def paced(*loads: Observation, pace: float = 0.0) -> list[Paced]:

@@ -8,8 +8,10 @@ import pytest
 from backends.types import ServingConfig
 from benchmarks.funnel import run_funnel, truth
 from benchmarks.funnel_worlds import make_world
+from harness.funnel.acceptance import draft_key
 from harness.funnel.observation import Observation
-from harness.funnel.search import MAX_REQUESTS, Funnel, Pruned
+from harness.funnel.prediction import predict
+from harness.funnel.search import MAX_REQUESTS, START_SHARE, Funnel, Pruned
 from tests.harness.funnel.loads import OFF, WORLD, observe, on, workload
 
 WEIGHTS = {1: 0.2, 4: 0.5, 16: 0.3}
@@ -109,9 +111,30 @@ def test_a_slow_start_makes_more_requests_cheap() -> None:
     search = funnel(Bench())
     first = search.loads[0]
     search.loads[0] = replace(first, cost_s=first.busy_s + 100.0)
-    assert search.requests(1) == int(10.0 / (first.busy_s / 64))
+    assert search.requests(1) == int(START_SHARE * 100.0 / (first.busy_s / 64))
     search.loads[0] = replace(first, cost_s=first.busy_s + 1e6)
     assert search.requests(1) == MAX_REQUESTS
+
+
+def test_prefix_hits_that_a_drafter_loses_make_its_prediction_slower() -> None:
+    """With the drafter's loads at half of off's hits the other half of the prompts is computed with it."""
+
+    class Losing(Bench):
+        def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
+            found = super().measure(config, batch, stage, count)
+            return {"t": replace(found["t"], prefix_hit_rate=0.3 if config.variant == "eagle3" else 0.6)} if found else None
+
+    search = funnel(Losing())
+    search.loads = [replace(load, prefix_hit_rate=0.6) for load in search.loads]
+    search.workloads = [replace(search.workloads[0], prefix_hit_rate=0.6)]
+    search.run()
+    cost, curve = search.cost, search.curve(draft_key(on("eagle3", 3)), "t")
+    kept, lost = (predict(on("eagle3", 3), 4, search.workloads[0], cost, curve, kept_hits=share) for share in (1.0, 0.5))
+    assert search.grid[on("eagle3", 3), 4, "t"] == lost
+    assert lost.e2e_p50_s > kept.e2e_p50_s
+    assert search.grid[on("mtp", 3), 4, "t"] == predict(
+        on("mtp", 3), 4, search.workloads[0], cost, search.curve(draft_key(on("mtp", 3)), "t")
+    )
 
 
 def test_a_server_that_fails_is_not_asked_again() -> None:
