@@ -11,7 +11,7 @@ from typing import Any
 
 from backends.types import ServingConfig
 
-FOLLOWED_BY = frozenset({"vllm", "sglang"})
+FOLLOWED_BY = frozenset({"reference", "vllm", "sglang"})
 """Engines that change K with the batch size while they run; the others run with one K."""
 
 

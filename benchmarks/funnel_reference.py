@@ -4,10 +4,13 @@ python -m benchmarks.funnel_reference --out DIR [--vllm PYTHON | --small]
 
 On the reference engine it is off and n-gram, EAGLE-3 and a draft model (the target's own int4 copy) at K 1-6 and four batch sizes: 76
 cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE-3 at three K and two batch sizes: 14 cells. Each strategy
-is a run of the main job of its own; a directory that holds a finished run is read and not measured again. A cell of the grid has 48
+is a run of the main job of its own; a directory that holds a finished run is read and not measured again. A cell of the grid has 64
 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. Costs are those of the trials,
 server starts included: the grid's baseline and search against the funnel's baseline, search and confirmation. The grid's cells are kept
 as `DIR/grid.json`.
+
+A grid measures its cells one after another, on a machine that changes meanwhile, and the best of many cells is partly the luckiest. So in
+the end the funnel's choice and the grid's best servers run side by side and take turns.
 """
 
 from __future__ import annotations
@@ -18,24 +21,36 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from backends.types import ServingConfig
+from benchmarks.turns import gain, in_turn, side_by_side
+from harness.types import Load
+from workloads.load import load_trace
+
 ROOT = Path(__file__).resolve().parents[1]
 SHORT: tuple[str, ...] = ("--max-output-tokens", "32", "--time-scale", "0.25")
 FULL: tuple[str, ...] = ("--variants", "off,ngram,eagle3,draft_model", "--k", "1..6", "--batch-sizes", "1,4,8,16", *SHORT)
 FULL += ("--draft", "draft_model=self-int4")
 VLLM: tuple[str, ...] = ("--backend", "vllm", "--variants", "off,ngram,eagle3", "--k", "1,3,5", "--batch-sizes", "1,8", *SHORT)
-VLLM += ("--base-args", "--max-model-len 2048 --dtype bfloat16")
+VLLM_ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
+VLLM += ("--base-args", " ".join(VLLM_ARGS))
 SMALL = ("--variants", "off,ngram", "--k", "1..3", "--batch-sizes", "1,4", "--limit", "40", *SHORT)
 COUNTS = {
-    "grid": ("--search-requests", "48", "--confirm-requests", "8"),
+    "grid": ("--search-requests", "64", "--confirm-requests", "8"),
     "funnel": ("--search-requests", "24", "--confirm-requests", "32"),
 }
+NEAR, MOST = 0.05, 2
+"""Beside the funnel's choice, servers that the grid puts within this of its best, in log, run for the playoff: this many at most."""
+PLAYOFF_ROUNDS, PLAYOFF_REQUESTS = 3, 24
 Key = tuple[str, int, int]  # variant, K, batch size
+Server = tuple[str, int]  # variant, K
+OFF: Server = ("off", 0)
 
 
 def run(strategy: str, out: Path, options: tuple[str, ...], trace: str) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def seconds(result: dict[str, Any], *stages: str) -> float:
     return sum(t["cost"]["seconds"] for t in result["trials"] if t["stage"] in stages and t["load"]["mode"] == "closed")
 
 
-def gains(result: dict[str, Any]) -> dict[tuple[str, int], float]:
+def gains(result: dict[str, Any]) -> dict[Server, float]:
     """Mean log speed-up of E2E p50 over the batch sizes for each server that the grid measured; off has 0."""
     p50 = {key: trial["metrics"]["e2e_s"]["p50"] for key, trial in trials(result, "baseline", "search")}
     batches = sorted({batch for _, _, batch in p50})
@@ -68,6 +83,28 @@ def gains(result: dict[str, Any]) -> dict[tuple[str, int], float]:
         for variant, k in servers
         if all((variant, k, b) in p50 for b in batches)
     }
+
+
+def playoff(
+    grid: dict[str, Any], chosen: Server, trace: str, engine: tuple[str, ...] | None, base_args: tuple[str, ...]
+) -> None:
+    """The funnel's choice against the grid's best, in turns, over all batch sizes alike; printed."""
+    known = gains(grid)
+    best = sorted(known, key=lambda server: -known[server])
+    rivals = [server for server in best if known[best[0]] - known[server] <= NEAR and server != chosen][:MOST]
+    by_server = {key[:2]: ServingConfig.from_dict(trial["config"]) for key, trial in trials(grid, "baseline", "search")}
+    batches = sorted({batch for (_, _, batch), _ in trials(grid, "baseline", "search")})
+    everything = load_trace(trace).requests()
+    some = everything[:: max(len(everything) // PLAYOFF_REQUESTS, 1)]
+    requests = [replace(request, index=i, max_tokens=32) for i, request in enumerate(some)]
+    loads = [(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
+    names = {f"{variant} K={k}": by_server[variant, k] for variant, k in (chosen, *rivals, OFF)}
+    with side_by_side(names, command=engine, base_args=base_args) as endpoints:
+        times = in_turn(endpoints, loads, PLAYOFF_ROUNDS)
+    mine, *others = names
+    for other in others:
+        value, low, high = gain(times[other], times[mine], loads)
+        print(f"{mine}, in turns with {other}: {value:.3f}x as fast (95 % interval {low:.3f}-{high:.3f})")
 
 
 def cells(grid: dict[str, Any]) -> list[dict[str, Any]]:
@@ -156,6 +193,7 @@ def main() -> None:
     print(f"funnel's time: {cost / grid_s:.1%} of the grid's, {search_s / grid_s:.1%} before the confirmation")
     for name, value in predictions(funnel, grid, args.out / "grid").items():
         print(f"{name}: {value:.4g}")
+    playoff(grid, chosen, args.trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
 
 
 if __name__ == "__main__":

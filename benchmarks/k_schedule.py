@@ -3,34 +3,21 @@
     python -m benchmarks.k_schedule --result RUN/result.json [--engine COMMAND] [--rounds 4] [--out rows.json]
 
 Three servers run at once and are used in turn, in an order that rotates: off, the run's best single K, and its schedule. Each replays the
-same open-loop trace: stretches with one or two requests in flight and bursts of `BURST` at once, `CYCLES` times. A request's speed-up is
-the ratio of its E2E latencies on two servers, in log, its mean over rounds; the interval is over requests and rounds, whichever spreads
-more.
+same open-loop trace: stretches with one or two requests in flight and bursts of `BURST` at once, `CYCLES` times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
-import tempfile
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import uvloop
-from scipy import stats
-
-from backends.process import Server, free_port
-from backends.registry import ADAPTERS
-from backends.types import Endpoint, ServingConfig
-from harness.client import ReplayOptions
-from harness.replay import replay
+from backends.types import ServingConfig
+from benchmarks.turns import gain, in_turn, side_by_side
 from harness.types import Load
-from harness.warmup import warm_up
 from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
 
@@ -58,21 +45,6 @@ def _at(request: Request, index: int, arrival_s: float) -> Request:
     return replace(request, index=index, arrival_s=arrival_s, max_tokens=OUTPUT_TOKENS, sampling=sampling, session_id=None)
 
 
-def e2e(endpoint: Endpoint, requests: list[Request]) -> list[float]:
-    run = uvloop.run(replay(endpoint, requests, Load("trace", "sample"), ReplayOptions()))
-    found = {record.index: record.e2e_s for record in run.records}
-    return [found[request.index] or math.nan for request in requests]
-
-
-def gain(over: np.ndarray, of: np.ndarray) -> tuple[float, float, float]:
-    """Log speed-up of `of` over `over`, both [rounds, requests], with its 95 % interval."""
-    each = np.log(over / of)
-    spreads = [(parts.std(ddof=1) / math.sqrt(len(parts)), len(parts)) for parts in (each.mean(0), each.mean(1))]
-    half = max(se * float(stats.t.ppf(0.975, n - 1)) for se, n in spreads)
-    value = float(each.mean())
-    return value, value - half, value + half
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, required=True)
@@ -89,29 +61,16 @@ def main() -> None:
     extra = {**best.extra, "k_schedule": schedule}
     off = ServingConfig.from_dict({**best.to_dict(), "variant": "off", "k": 0, "draft": None})
     configs = {"off": off, "single K": best, "schedule": replace(best, k=max(k for *_, k in schedule), extra=extra)}
-    adapter = ADAPTERS[best.backend]
-    command = tuple(shlex.split(given.engine)) if given.engine else adapter.DEFAULT_COMMAND
-    requests = trace(given.gap)
-    times: dict[str, list[list[float]]] = {name: [] for name in configs}
-    with ExitStack() as stack:
-        endpoints = {}
-        for name, config in configs.items():
-            port, folder = free_port(), Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            launch = adapter.launch(config, port=port, command=command, base_args=tuple(shlex.split(given.base_args)))
-            server = stack.enter_context(Server.start(launch, port=port, folder=folder, backend=best.backend))
-            endpoints[name] = server.endpoint
-            uvloop.run(warm_up(server.endpoint, requests[:8], Load("closed", "sample", concurrency=4), ReplayOptions()))
-        names = list(configs)
-        for number in range(given.rounds):
-            for name in np.roll(names, number).tolist():
-                times[name].append(e2e(endpoints[name], requests))
-                print(f"round {number + 1}, {name}: mean E2E {np.mean(times[name][-1]) * 1e3:.0f} ms", flush=True)
-    arrays = {name: np.array(rows) for name, rows in times.items()}
+    command = tuple(shlex.split(given.engine)) if given.engine else None
+    loads = [(Load("trace", "sample"), trace(given.gap))]
+    with side_by_side(configs, command=command, base_args=tuple(shlex.split(given.base_args))) as endpoints:
+        times = in_turn(endpoints, loads, given.rounds)
     for other in ("off", "single K"):
-        value, low, high = (math.exp(x) for x in gain(arrays[other], arrays["schedule"]))
+        value, low, high = gain(times[other], times["schedule"], loads)
         print(f"schedule over {other}: {value:.3f}x (95 % interval {low:.3f}-{high:.3f})")
     if given.out:
-        given.out.write_text(json.dumps({"schedule": schedule, "config": best.to_dict(), "e2e_s": times}) + "\n")
+        e2e_s = {name: rows.tolist() for name, rows in times.items()}
+        given.out.write_text(json.dumps({"schedule": schedule, "config": best.to_dict(), "e2e_s": e2e_s}) + "\n")
 
 
 if __name__ == "__main__":
