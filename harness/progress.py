@@ -64,7 +64,7 @@ class RunProgress:
         if self._bar:
             self._update(f"{self._stage}: {what}")
         else:
-            self.note(f"{self._stage} {self._done + 1}/{self._total}: {what}{self._left()}")
+            self.note(f"{self._stage} {self._done + 1}/{max(self._total, self._done + 1)}: {what}{self._left()}")
 
     def step(self, summary: str, seconds: float) -> None:
         self._done += 1

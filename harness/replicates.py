@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from scipy import stats
 
 from harness.statistics import (
@@ -31,7 +32,7 @@ from harness.statistics import (
 
 MIN_REPLAYS = 5
 MIN_PAIRS = 2
-FEW_PAIRS = 3
+FEW_PAIRS, EITHER_QUANTILE = 3, 0.985
 QUEUE_QUANTILE = 0.98
 """What a queue or a last request decides is skewed: of five replays t at 0.975 covers 92.5-95 % (`benchmarks/coverage.py`)."""
 EFFECT = 0.05
@@ -58,8 +59,9 @@ def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: floa
     Student's t over pairs: two pairs give an interval that only a large effect escapes, each further pair narrows it fast.
     `shared_variance` is that part of the variance of the log ratio which all pairs have in common, so that their differences do
     not show it (they sent the same requests); the degrees of freedom of the sum are Satterthwaite's (1946). Runs of the same
-    requests can also be compared within each side: up to `FEW_PAIRS` that gives the variance, with twice the degrees of freedom;
-    what drifts from pair to pair then only widens the interval.
+    requests can also be compared within each side, which gives the variance with twice the degrees of freedom, or far too much of
+    it where the machine drifts from pair to pair. So up to `FEW_PAIRS` the narrower of both intervals holds, each at
+    `EITHER_QUANTILE`: without any drift it then covers 94.7-95.3 %, with drift more.
 
     Raises:
         ValueError: the runs are not in pairs.
@@ -69,16 +71,24 @@ def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: floa
     value, pairs = float(np.mean(logs)), len(logs)
     if pairs < MIN_PAIRS:
         return Estimate(math.exp(value), None, f"1 pair of runs shows no run-to-run noise: it needs {MIN_PAIRS} or more")
-    groups = sides if shared_variance is not None and pairs <= FEW_PAIRS else (logs,)
-    between = sum(float(np.var(group, ddof=1)) for group in groups) / pairs
-    total = between + (shared_variance or 0.0)
-    freedom = len(groups) * (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
-    half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(total)
+    if shared_variance is not None and pairs <= FEW_PAIRS:
+        half, total = min(_half_width(groups, shared_variance, EITHER_QUANTILE) for groups in (sides, (logs,)))
+    else:
+        half, total = _half_width((logs,), shared_variance or 0.0, 0.975)
     note = None
     if abs(value) <= half:
         needed = pairs_needed(math.sqrt(pairs * total), EFFECT)
         note = f"{needed} pairs of runs would show a change of {EFFECT:.0%}"
     return Estimate(math.exp(value), (math.exp(value - half), math.exp(value + half)), note)
+
+
+def _half_width(groups: Sequence[NDArray[np.float64]], shared_variance: float, quantile: float) -> tuple[float, float]:
+    """Student's t for a mean over pairs whose variance is the sum of that of `groups`, and the variance."""
+    pairs = len(groups[0])
+    between = sum(float(np.var(group, ddof=1)) for group in groups) / pairs
+    total = between + shared_variance
+    freedom = len(groups) * (pairs - 1) * (total / between) ** 2 if between > 0 else math.inf
+    return float(stats.t.ppf(quantile, freedom)) * math.sqrt(total), total
 
 
 def speedup_of_runs(
