@@ -7,7 +7,7 @@ cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE
 is a run of the main job of its own; a directory that holds a finished run is read and not measured again. A cell of the grid has 64
 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. Costs are those of the trials,
 server starts included: the grid's baseline and search against the funnel's baseline, search and confirmation. The grid's cells are kept
-as `DIR/grid.json`.
+as `DIR/grid.json`. Servers are compared by E2E p50 over the trace's own batch sizes, which is what the funnel seeks.
 
 A grid measures its cells one after another, on a machine that changes meanwhile, and the best of many cells is partly the luckiest. So in
 the end the funnel's choice and the grid's best servers run side by side and take turns.
@@ -30,6 +30,7 @@ import pyarrow.parquet as pq
 
 from backends.types import ServingConfig
 from benchmarks.turns import gain, in_turn, side_by_side
+from harness.evidence import batch_shares, weights_of
 from harness.types import Load
 from workloads.load import load_trace
 
@@ -73,23 +74,33 @@ def seconds(result: dict[str, Any], *stages: str) -> float:
     return sum(t["cost"]["seconds"] for t in result["trials"] if t["stage"] in stages and t["load"]["mode"] == "closed")
 
 
-def gains(result: dict[str, Any]) -> dict[Server, float]:
-    """Mean log speed-up of E2E p50 over the batch sizes for each server that the grid measured; off has 0."""
-    p50 = {key: trial["metrics"]["e2e_s"]["p50"] for key, trial in trials(result, "baseline", "search")}
-    batches = sorted({batch for _, _, batch in p50})
+def trace_weights(funnel: dict[str, Any], folder: Path) -> dict[int, float]:
+    """What the batch sizes count, as the funnel in `folder` weighed them: by off's replay of the trace's own arrivals."""
+    replay = next(t for t in funnel["trials"] if t["stage"] == "baseline" and t["load"]["mode"] == "trace")
+    records = pq.read_table(folder / "trials" / f"{replay['number']:04d}" / "requests.parquet")
+    return weights_of(batch_shares(records), sorted({batch for (_, _, batch), _ in trials(funnel, "baseline")}))
+
+
+def gains(grid: dict[str, Any], weights: dict[int, float]) -> dict[Server, float]:
+    """Log speed-up of E2E p50 over the trace's batch sizes for each server that the grid measured; off has 0."""
+    p50 = {key: trial["metrics"]["e2e_s"]["p50"] for key, trial in trials(grid, "baseline", "search")}
     servers = {(variant, k) for variant, k, _ in p50}
     return {
-        (variant, k): float(np.mean([math.log(p50["off", 0, b] / p50[variant, k, b]) for b in batches]))
+        (variant, k): sum(w * math.log(p50["off", 0, b] / p50[variant, k, b]) for b, w in weights.items())
         for variant, k in servers
-        if all((variant, k, b) in p50 for b in batches)
+        if all((variant, k, b) in p50 for b in weights)
     }
 
 
 def playoff(
-    grid: dict[str, Any], chosen: Server, trace: str, engine: tuple[str, ...] | None, base_args: tuple[str, ...]
+    grid: dict[str, Any],
+    known: dict[Server, float],
+    chosen: Server,
+    trace: str,
+    engine: tuple[str, ...] | None,
+    base_args: tuple[str, ...],
 ) -> None:
-    """The funnel's choice against the grid's best, in turns, over all batch sizes alike; printed."""
-    known = gains(grid)
+    """The funnel's choice against the best of `known`, the grid's, in turns, over all batch sizes alike; printed."""
     best = sorted(known, key=lambda server: -known[server])
     rivals = [server for server in best if known[best[0]] - known[server] <= NEAR and server != chosen][:MOST]
     by_server = {key[:2]: ServingConfig.from_dict(trial["config"]) for key, trial in trials(grid, "baseline", "search")}
@@ -180,7 +191,9 @@ def main() -> None:
     grid = run("grid", args.out / "grid", options, args.trace)
     (args.out / "grid.json").write_text(json.dumps(cells(grid), indent=1) + "\n")
     funnel = run("funnel", args.out / "funnel", options, args.trace)
-    known = gains(grid)
+    weights = trace_weights(funnel, args.out / "funnel")
+    print("weights of the batch sizes:", {batch: round(weight, 3) for batch, weight in weights.items()})
+    known = gains(grid, weights)
     best = max(known, key=lambda server: known[server])
     winner = funnel["funnel"][0]["confirmation"]["winner"]
     chosen = (winner["variant"], winner["k"])
@@ -193,7 +206,7 @@ def main() -> None:
     print(f"funnel's time: {cost / grid_s:.1%} of the grid's, {search_s / grid_s:.1%} before the confirmation")
     for name, value in predictions(funnel, grid, args.out / "grid").items():
         print(f"{name}: {value:.4g}")
-    playoff(grid, chosen, args.trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
+    playoff(grid, known, chosen, args.trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
 
 
 if __name__ == "__main__":
