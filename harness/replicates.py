@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from scipy import stats
 
 from harness.statistics import (
     MIN_REQUESTS,
     NOTHING_COMMON,
+    Array,
     Estimate,
     PairedSample,
     column,
@@ -82,7 +82,7 @@ def paired_runs(off: Sequence[float], on: Sequence[float], shared_variance: floa
     return Estimate(math.exp(value), (math.exp(value - half), math.exp(value + half)), note)
 
 
-def _half_width(groups: Sequence[NDArray[np.float64]], shared_variance: float, quantile: float) -> tuple[float, float]:
+def _half_width(groups: Sequence[Array], shared_variance: float, quantile: float) -> tuple[float, float]:
     """Student's t for a mean over pairs whose variance is the sum of that of `groups`, and the variance."""
     pairs = len(groups[0])
     between = sum(float(np.var(group, ddof=1)) for group in groups) / pairs

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backends.reference import kernels
 from backends.reference.quantization.dense import Linear, unquantized
 
 E4M3_MAX = 448.0
@@ -20,8 +21,8 @@ def fp8(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def multiplies_e4m3(device: torch.device, dtype: torch.dtype) -> bool:
-    """GPUs do from compute capability 8.9 on, and give bf16 where each row has a scale."""
-    return device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 9)
+    """GPUs that have e4m3 do, and give bf16 where each row has a scale."""
+    return device.type == "cuda" and dtype == torch.bfloat16 and kernels.reads_fp8(device)
 
 
 class Fp8:
