@@ -14,7 +14,7 @@ from typing import Any
 from backends import command_line as cli
 from backends import vllm_log
 from backends.http_client import call
-from backends.installed import installed_version, version_text
+from backends.installed import installed_version, parse_version, version_text
 from backends.k_schedule import schedule_fault
 from backends.types import NEEDS_DRAFT, ConfigError, Endpoint, Launch, ServingConfig, WorkloadFacts
 
@@ -60,6 +60,9 @@ _METHOD_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "p_eagle": {"parallel_drafting": True},
 }
 REFUSED_WITH_SPECULATION = ("min_p", "logit_bias")  # the rejection sampler does not apply them: HTTP 400
+_MISJUDGES_ON_CPU_UNTIL = (0, 32)
+"""Up to here a CPU reads temperatures from memory that was never written when it verifies drafts (vLLM issue 55005; until 0.21
+PR 42638): seen as tau 1.18 at batch size 8 where the same requests have 1.73 one at a time, since one in eight is sampled."""
 _SPECIAL_EXTRA = frozenset({"speculative", "k_schedule", "env"})
 
 # Flags that this adapter sets, so that the same in the user's base arguments would be given twice or contradict.
@@ -231,10 +234,21 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
     if metrics is not None and metrics.status == 200:
         resolved |= vllm_log.settings_from_metrics(metrics.body)
     body = version.json() if version is not None else None
+    running = body.get("version") if isinstance(body, dict) else None
     return replace(
         endpoint,
-        version=body.get("version") if isinstance(body, dict) else None,
+        version=running,
         kv_cache_tokens=resolved.get("kv_cache_tokens"),
         resolved=resolved,
-        warnings=(*endpoint.warnings, *vllm_log.differences(resolved, config)),
+        warnings=(*endpoint.warnings, *vllm_log.differences(resolved, config), *misjudges_sampled(running, resolved, config)),
+    )
+
+
+def misjudges_sampled(running: str | None, resolved: Mapping[str, Any], config: ServingConfig) -> tuple[str, ...]:
+    version = parse_version(running or "") or ASSUMED_VERSION
+    if config.variant == "off" or resolved.get("device") != "cpu" or version[:2] > _MISJUDGES_ON_CPU_UNTIL:
+        return ()
+    return (
+        "vLLM on a CPU misjudges every draft of a batch in which a request has a temperature above 0 "
+        "(github.com/vllm-project/vllm/issues/55005): acceptance, speed and answers are right for greedy traffic only",
     )

@@ -18,6 +18,7 @@ _LOG_PATTERNS: dict[str, tuple[str, type]] = {
     "max_num_scheduled_tokens": (r"max_num_scheduled_tokens is set to (\d+)", int),
     "max_model_len": (r"\bmax_seq_len=(\d+)", int),
     "tensor_parallel": (r"\btensor_parallel_size=(\d+)", int),
+    "device": (r"\bdevice_config=(\w+)", str),
     "dtype": (r"\bdtype=(?:torch\.)?(\w+)", str),
     "quantization": (r"\bquantization=([\w-]+)", str),
     "kv_cache_dtype": (r"\bkv_cache_dtype=(\w+)", str),

@@ -10,7 +10,10 @@ server starts included: the grid's baseline and search against the funnel's base
 as `DIR/grid.json`. Servers are compared by E2E p50 over the trace's own batch sizes, which is what the funnel seeks.
 
 A grid measures its cells one after another, on a machine that changes meanwhile, and the best of many cells is partly the luckiest. So in
-the end the funnel's choice and the grid's best servers run side by side and take turns.
+the end the funnel's choice is compared side by side with the grid's best servers and off.
+
+vLLM gets the trace with every request greedy: on a CPU it misjudges the drafts of every batch in which a request is sampled
+(github.com/vllm-project/vllm/issues/55005, seen in 0.32.0).
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from backends.types import ServingConfig
-from benchmarks.turns import gain, in_turn, side_by_side
+from benchmarks.turns import Part, against, duet_of, gain, side_by_side
 from harness.evidence import batch_shares, weights_of
 from harness.types import Load
 from workloads.load import load_trace
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT: tuple[str, ...] = ("--max-output-tokens", "32", "--time-scale", "0.25")
+OUTPUT_TOKENS = 32
+SHORT: tuple[str, ...] = ("--max-output-tokens", str(OUTPUT_TOKENS), "--time-scale", "0.25")
 FULL: tuple[str, ...] = ("--variants", "off,ngram,eagle3,draft_model", "--k", "1..6", "--batch-sizes", "1,4,8,16", *SHORT)
 FULL += ("--draft", "draft_model=self-int4")
 VLLM: tuple[str, ...] = ("--backend", "vllm", "--variants", "off,ngram,eagle3", "--k", "1,3,5", "--batch-sizes", "1,8", *SHORT)
@@ -60,6 +64,14 @@ def run(strategy: str, out: Path, options: tuple[str, ...], trace: str) -> dict[
         subprocess.run([*command, *options, *COUNTS[strategy]], check=True)
     result: dict[str, Any] = json.loads((out / "result.json").read_text())
     return result
+
+
+def greedy(trace: str, path: Path) -> str:
+    """`trace` with all requests at temperature 0, as a file at `path`."""
+    with path.open("w") as file:
+        for line in Path(trace).read_text().splitlines():
+            file.write(json.dumps({**json.loads(line), "temperature": 0}) + "\n")
+    return str(path)
 
 
 def trials(result: dict[str, Any], *stages: str) -> Iterator[tuple[Key, dict[str, Any]]]:
@@ -96,26 +108,28 @@ def playoff(
     grid: dict[str, Any],
     known: dict[Server, float],
     chosen: Server,
+    weights: dict[int, float],
     trace: str,
     engine: tuple[str, ...] | None,
     base_args: tuple[str, ...],
 ) -> None:
-    """The funnel's choice against the best of `known`, the grid's, in turns, over all batch sizes alike; printed."""
+    """The funnel's choice against the best of `known`, the grid's, side by side, by the same weights; printed."""
     best = sorted(known, key=lambda server: -known[server])
     rivals = [server for server in best if known[best[0]] - known[server] <= NEAR and server != chosen][:MOST]
     by_server = {key[:2]: ServingConfig.from_dict(trial["config"]) for key, trial in trials(grid, "baseline", "search")}
-    batches = sorted({batch for (_, _, batch), _ in trials(grid, "baseline", "search")})
     everything = load_trace(trace).requests()
     some = everything[:: max(len(everything) // PLAYOFF_REQUESTS, 1)]
-    requests = [replace(request, index=i, max_tokens=32) for i, request in enumerate(some)]
-    loads = [(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
-    names = {f"{variant} K={k}": by_server[variant, k] for variant, k in (chosen, *rivals, OFF)}
-    with side_by_side(names, command=engine, base_args=base_args) as endpoints:
-        times = in_turn(endpoints, loads, PLAYOFF_ROUNDS)
-    mine, *others = names
+    requests = [replace(request, index=i, max_tokens=OUTPUT_TOKENS) for i, request in enumerate(some)]
+    parts = [Part(Load("closed", "sample", concurrency=batch), requests, weight) for batch, weight in weights.items() if weight]
+    configs = {f"{variant} K={k}": by_server[variant, k] for variant, k in dict.fromkeys((chosen, *rivals, OFF))}
+    mine, *others = configs
+    duet = duet_of(configs)
+    with side_by_side(configs, command=engine, base_args=base_args, duet=duet) as servers:
+        pairs = against(mine, servers, parts, PLAYOFF_ROUNDS, duet)
+    print(duet.method if duet else "one after the other")
     for other in others:
-        value, low, high = gain(times[other], times[mine], loads)
-        print(f"{mine}, in turns with {other}: {value:.3f}x as fast (95 % interval {low:.3f}-{high:.3f})")
+        value, low, high = gain(pairs[other], parts)
+        print(f"{mine} against {other}: {value:.3f}x as fast (95 % interval {low:.3f}-{high:.3f})")
 
 
 def cells(grid: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,9 +202,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     options = (*VLLM, "--engine", f"vllm={args.vllm}") if args.vllm else SMALL if args.small else FULL
-    grid = run("grid", args.out / "grid", options, args.trace)
+    args.out.mkdir(parents=True, exist_ok=True)
+    trace = greedy(args.trace, args.out / "greedy.jsonl") if args.vllm else args.trace
+    grid = run("grid", args.out / "grid", options, trace)
     (args.out / "grid.json").write_text(json.dumps(cells(grid), indent=1) + "\n")
-    funnel = run("funnel", args.out / "funnel", options, args.trace)
+    funnel = run("funnel", args.out / "funnel", options, trace)
     weights = trace_weights(funnel, args.out / "funnel")
     print("weights of the batch sizes:", {batch: round(weight, 3) for batch, weight in weights.items()})
     known = gains(grid, weights)
@@ -206,7 +222,7 @@ def main() -> None:
     print(f"funnel's time: {cost / grid_s:.1%} of the grid's, {search_s / grid_s:.1%} before the confirmation")
     for name, value in predictions(funnel, grid, args.out / "grid").items():
         print(f"{name}: {value:.4g}")
-    playoff(grid, known, chosen, args.trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
+    playoff(grid, known, chosen, weights, trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.k_schedule --result RUN/result.json [--engine COMMAND] [--rounds 4] [--out rows.json]
 
-Three servers run at once and are used in turn, in an order that rotates: off, the run's best single K, and its schedule. Each replays the
-same open-loop trace: stretches with one or two requests in flight and bursts of `BURST` at once, `CYCLES` times.
+Three servers run: off, the run's best single K, and its schedule, which is compared with each of the others. They replay the same
+open-loop trace: a stretch with a few requests in flight and a burst of `BURST` at once, `CYCLES` times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.types import ServingConfig
-from benchmarks.turns import gain, in_turn, side_by_side
+from benchmarks.turns import Part, against, duet_of, gain, side_by_side
 from harness.types import Load
 from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
@@ -25,19 +25,11 @@ CYCLES, CALM, BURST = 3, 8, 16
 OUTPUT_TOKENS = 48
 
 
-def trace(gap_s: float) -> list[Request]:
-    """CYCLES × (CALM requests one every `gap_s`, then BURST at once and time to serve them), from the bundled sample."""
+def cycles(gap_s: float) -> list[list[Request]]:
+    """CYCLES × (CALM requests one every `gap_s`, then BURST at once), from the bundled sample."""
     sample = iter(load_trace(DEMO_TRACE).requests())
-    requests: list[Request] = []
-    now = 0.0
-    for _ in range(CYCLES):
-        for _ in range(CALM):
-            now += gap_s
-            requests.append(_at(next(sample), len(requests), now))
-        now += gap_s
-        requests += [_at(next(sample), len(requests) + i, now) for i in range(BURST)]
-        now += 0.35 * BURST * gap_s
-    return requests
+    arrivals = [gap_s * min(i, CALM) for i in range(CALM + BURST)]
+    return [[_at(next(sample), index, at) for index, at in enumerate(arrivals)] for _ in range(CYCLES)]
 
 
 def _at(request: Request, index: int, arrival_s: float) -> Request:
@@ -62,14 +54,16 @@ def main() -> None:
     off = ServingConfig.from_dict({**best.to_dict(), "variant": "off", "k": 0, "draft": None})
     configs = {"off": off, "single K": best, "schedule": replace(best, k=max(k for *_, k in schedule), extra=extra)}
     command = tuple(shlex.split(given.engine)) if given.engine else None
-    loads = [(Load("trace", "sample"), trace(given.gap))]
-    with side_by_side(configs, command=command, base_args=tuple(shlex.split(given.base_args))) as endpoints:
-        times = in_turn(endpoints, loads, given.rounds)
-    for other in ("off", "single K"):
-        value, low, high = gain(times[other], times["schedule"], loads)
-        print(f"schedule over {other}: {value:.3f}x (95 % interval {low:.3f}-{high:.3f})")
+    parts = [Part(Load("trace", "sample"), requests) for requests in cycles(given.gap)]
+    duet = duet_of(configs)
+    print(duet.method if duet else "one after the other")
+    with side_by_side(configs, command=command, base_args=tuple(shlex.split(given.base_args)), duet=duet) as servers:
+        pairs = against("schedule", servers, parts, given.rounds, duet)
+    for name, pair in pairs.items():
+        value, low, high = gain(pair, parts)
+        print(f"schedule over {name}: {value:.3f}x (95 % interval {low:.3f}-{high:.3f})")
     if given.out:
-        e2e_s = {name: rows.tolist() for name, rows in times.items()}
+        e2e_s = {name: {"schedule": pair.mine.tolist(), "other": pair.other.tolist()} for name, pair in pairs.items()}
         given.out.write_text(json.dumps({"schedule": schedule, "config": best.to_dict(), "e2e_s": e2e_s}) + "\n")
 
 

@@ -21,12 +21,15 @@ from harness.provision import capacity
 from harness.quality import quality_key
 from harness.replicates import replay_interval
 from harness.space import group_label
+from harness.statistics import Estimate
 from harness.store import RunStore, Trial
 from harness.types import Decision
 from workloads.types import Trace, percentiles
 
 DRIFT_LIMIT = 0.03
 """Change of the baseline between its first and its last measurement above which the report warns."""
+TAU_FALLS = 1.1
+"""Tau at the smallest batch size ÷ at the largest above which, where the intervals are apart, the report warns."""
 
 
 def build_result(
@@ -256,7 +259,29 @@ def _trial_warnings(findings: Findings, trace: str) -> list[str]:
     trials = [t for t in findings.trials if t.load.trace == trace]
     failed = [t for t in trials if t.state == "FAIL"]
     lines = [f"{len(failed)} trials failed; the first: {failed[0].config.label()}: {failed[0].reason}"] if failed else []
-    return lines + grouped([t.warnings for t in trials])
+    return [*lines, *batch_size_warnings(trials), *grouped([t.warnings for t in trials])]
+
+
+def batch_size_warnings(trials: Sequence[Trial]) -> list[str]:
+    """That tau falls with the batch size, of the configuration where it falls most: sequences that share a step do not change what is
+    drafted for each, so an engine for which it falls drafts or verifies otherwise there. `trials` of one trace."""
+    taus: dict[ServingConfig, dict[int, Estimate]] = {}
+    for trial in trials:
+        if trial.measured and trial.load.concurrency and trial.config.k and "k_schedule" not in trial.config.extra:
+            spec = trial.speculation or {}
+            if spec.get("tau_ci95"):
+                found = taus.setdefault(trial.config, {})
+                found[trial.load.concurrency] = Estimate(spec["tau"], tuple(spec["tau_ci95"]))
+    falls = []
+    for config, by_batch in taus.items():
+        few, many = min(by_batch), max(by_batch)
+        high, low = by_batch[few], by_batch[many]
+        if high.ci95 and low.ci95 and high.ci95[0] > low.ci95[1] and high.value > TAU_FALLS * low.value:
+            text = f"tau of {config.label()} falls from {high.value:.2f} at batch size {few} to {low.value:.2f} at {many}"
+            falls.append(
+                (high.value / low.value, f"{text}: the engine drafts or verifies otherwise there, which is worth asking why")
+            )
+    return [max(falls)[1]] if falls else []
 
 
 def grouped(warnings: Sequence[Sequence[str]]) -> list[str]:

@@ -241,7 +241,7 @@ LOG = """
 (APIServer pid=1) INFO [api_utils.py:286] non-default args: {'max_num_seqs': 8, 'enable_chunked_prefill': False}
 (EngineCore pid=2) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', \
 speculative_config=SpeculativeConfig(method='draft_model', model='/models/d', num_spec_tokens=3), dtype=torch.float32, \
-max_seq_len=2048, tensor_parallel_size=1, quantization=None, enforce_eager=True, kv_cache_dtype=auto, \
+max_seq_len=2048, tensor_parallel_size=1, quantization=None, enforce_eager=True, kv_cache_dtype=auto, device_config=cpu, \
 enable_prefix_caching=True, enable_chunked_prefill=False, compilation_config={'cudagraph_capture_sizes': [1, 2, 4], 'x': 1}
 (APIServer pid=1) WARNING [vllm.py:2276] max_num_scheduled_tokens is set to 2048 based on the speculative decoding settings.
 (Worker pid=3) INFO [default_loader.py:501] Loading weights took 2.32 seconds
@@ -258,6 +258,7 @@ def test_effective_settings_are_read_from_the_log() -> None:
         "max_num_scheduled_tokens": 2048,
         "max_model_len": 2048,
         "tensor_parallel": 1,
+        "device": "cpu",
         "dtype": "float32",
         "quantization": "None",
         "kv_cache_dtype": "auto",
@@ -295,6 +296,16 @@ def test_a_setting_that_differs_from_what_was_asked_is_a_warning() -> None:
         "asked for K 5, vLLM runs with 3",
     )
     assert "asked for off, vLLM speculates with draft_model" in vllm_log.differences(resolved, same.off())
+
+
+def test_a_cpu_that_cannot_verify_sampled_drafts_is_a_warning() -> None:
+    speculating = config("draft_model", 3, draft="/models/d")
+    on_cpu = {"device": "cpu"}
+    (warning,) = vllm.misjudges_sampled("0.32.0", on_cpu, speculating)
+    assert "right for greedy traffic only" in warning
+    assert vllm.misjudges_sampled("0.32.0", on_cpu, speculating.off()) == ()
+    assert vllm.misjudges_sampled("0.32.0", {"device": "cuda"}, speculating) == ()
+    assert vllm.misjudges_sampled("0.33.0", on_cpu, speculating) == ()
 
 
 def test_a_server_that_does_not_speculate_although_asked_is_a_warning() -> None:
