@@ -1,4 +1,5 @@
-"""Where engines run, one at a time: a server is started when a load needs it and kept for every load it can serve.
+"""Where engines run, one at a time: a server is started when a load needs it and kept for every load it can serve. A few small ones may
+run side by side, to be measured in turn.
 
 What goes in and comes out is plain data, so that a bench can live in another process or on another host (`harness.slots`).
 """
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import pyarrow as pa
 import uvloop
 
@@ -29,6 +31,9 @@ from harness.types import Load, Measurement
 from harness.warmup import warm_up
 from workloads.types import Request, WorkloadError
 
+ROOM = 1.5
+"""Free memory ÷ that of the largest server that runs, for each that is to run beside it."""
+IDLE_CHECK_S, IDLE_SHARE = 1.0, 0.05  # of one core, that all waiting servers may use together
 ATTEMPTS = 2
 """A load whose measurement is not valid (the client sent late, a counter was reset) is sent once more, and said so."""
 
@@ -94,28 +99,70 @@ class Remote:
         pass
 
 
+@dataclass(slots=True)
+class Serving:
+    """A running server, and how it was started if it is ours."""
+
+    server: Running
+    launch: Launch | None = None
+    folder: Path | None = None
+
+
 class Bench:
-    """At most one running server, and the loads that are measured on it."""
+    """The running servers, one as a rule, and the loads that are measured on them."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._settings = setup.settings
-        self._server: Running | None = None
-        self._serving: ServingConfig | None = None
-        self._launch: Launch | None = None
+        self._running: dict[ServingConfig, Serving] = {}
+        self._held: tuple[ServingConfig, ...] = ()  # may run side by side
+        self._launch: Launch | None = None  # of the server that was used last, or failed to start
         self._folder: Path | None = None
+        self._started_s = 0.0  # what starts took that no load has been charged for
         self._off_answers: dict[ServingConfig, Mapping[int, Output]] = {}
         self._broken: dict[str, BackendError] = {}
 
     def stop(self) -> None:
-        """End the server that runs, if any."""
-        if self._server:
-            self._server.stop()
-        self._server = self._serving = None
+        """End the servers that run, if any."""
+        for serving in self._running.values():
+            serving.server.stop()
+        self._running.clear()
+        self._held = ()
+
+    def hold(self, configs: Sequence[ServingConfig]) -> bool:
+        """Start new servers of all `configs`, to run side by side until another one is needed. False where they do not fit: engines on a
+        GPU take its memory, others need as much each as one that runs, and an idle one must be idle. At most one runs then."""
+        if self._settings.endpoints or self._setup.gpus:
+            return bool(self._settings.endpoints)
+        begun = time.monotonic()
+        try:
+            if not self._running:
+                self._ensure_server(configs[0])
+            fit = self._leaves_room(len(configs) - 1)
+            if fit:
+                self.stop()
+                self._held = tuple(configs)
+                for config in configs:
+                    self._ensure_server(config)
+        except (BackendError, ConfigError, psutil.Error):  # what is wrong its next load says
+            self.stop()
+            fit = False
+        self._started_s += time.monotonic() - begun
+        return fit
+
+    def _leaves_room(self, more: int) -> bool:
+        """Whether so many more servers like those that run have memory, and all cores to themselves while these wait."""
+        mine = [serving.server.pid for serving in self._running.values() if isinstance(serving.server, Server)]
+        if psutil.virtual_memory().available < ROOM * more * max(_use(pid)[0] for pid in mine):
+            return False
+        used_s = -sum(_use(pid)[1] for pid in mine)
+        time.sleep(IDLE_CHECK_S)
+        used_s += sum(_use(pid)[1] for pid in mine)
+        return used_s <= IDLE_SHARE * IDLE_CHECK_S
 
     def measure(self, order: Order) -> Outcome:
         """Measure one load. A server that does not start, or a measurement that is not valid, is an outcome with its cause."""
-        begun = time.monotonic()
+        begun, self._started_s = time.monotonic() - self._started_s, 0.0
         if order.off_answers is not None:
             self._off_answers.setdefault(order.config.off(), order.off_answers)
         try:
@@ -143,26 +190,31 @@ class Bench:
             return None, error
 
     def _ensure_server(self, config: ServingConfig) -> Running:
-        if self._server and self._serving == config and self._server.alive():
-            return self._server
-        self.stop()
+        known = self._running.get(config)
+        if known and known.server.alive():
+            self._launch, self._folder = known.launch, known.folder
+            return known.server
+        if config not in self._held:
+            self.stop()
+        elif known:
+            known.server.stop()
         label = repr(config.to_dict())
         if label in self._broken:  # it failed to start for another load; starting it again would fail again
             raise self._broken[label]
         try:
-            self._server = self._connect(config) if self._settings.endpoints else self._start(config)
-            self._smoke(self._server, config)
+            serving = self._connect(config) if self._settings.endpoints else self._start(config)
+            self._running[config] = serving
+            self._smoke(serving.server, config)
         except BackendError as error:
             self.stop()
             self._broken[label] = error
             raise
-        self._serving = config
-        return self._server
+        return serving.server
 
-    def _connect(self, config: ServingConfig) -> Remote:
-        return Remote(connect(self._settings.endpoints[config.variant], api_key_env=self._settings.api_key_env))
+    def _connect(self, config: ServingConfig) -> Serving:
+        return Serving(Remote(connect(self._settings.endpoints[config.variant], api_key_env=self._settings.api_key_env)))
 
-    def _start(self, config: ServingConfig) -> Server:
+    def _start(self, config: ServingConfig) -> Serving:
         port = free_port()
         adapter = ADAPTERS[config.backend]
         self._folder = self._setup.folder / f"{config.variant}-k{config.k}-{time.time_ns()}"
@@ -179,7 +231,7 @@ class Bench:
         except BaseException:
             server.stop()
             raise
-        return server
+        return Serving(server, self._launch, self._folder)
 
     def _smoke(self, server: Running, config: ServingConfig) -> None:
         """One look before any load; a simulated engine has no text to look at."""
@@ -219,6 +271,13 @@ class Bench:
     def _log(self) -> str | None:
         path = self._folder / LOG_NAME if self._folder else None
         return path.read_text(errors="replace") if path and path.exists() else None
+
+
+def _use(pid: int) -> tuple[int, float]:
+    """Bytes of memory of a process and its children, and seconds of CPU that they have used."""
+    root = psutil.Process(pid)
+    found = [(p.memory_info().rss, sum(p.cpu_times()[:2])) for p in (root, *root.children(recursive=True))]
+    return sum(rss for rss, _ in found), sum(cpu_s for _, cpu_s in found)
 
 
 async def _warm_replay(endpoint: Endpoint, requests: Sequence[Request], load: Load, options: ReplayOptions) -> Replay:

@@ -69,6 +69,17 @@ class Lab:
         """End what runs on the slot where single loads are measured."""
         _stop(self.slots[0])
 
+    def side_by_side(self, wanted: Sequence[Wanted]) -> bool:
+        """Start the servers that `wanted` still needs measured, so that its loads can take turns; False where they do not fit, or nothing
+        is left to measure."""
+        left = [one for one in wanted if self.store.find(self._key_of(one)) is None]
+        slot = self.slots[0]
+        try:
+            return bool(left) and bool(slot.call("hold", tuple(dict.fromkeys(one.config for one in left))).result())
+        except slot.lost:
+            slot.renew()
+            return False
+
     def refuse(self, config: ServingConfig, load: Load, reason: str) -> None:
         """Record a configuration that is refused before any start."""
         key = self._key(config, load, (), "refused")

@@ -1,9 +1,10 @@
 """Confirmation: finalists and off, measured again in turn on requests that the search has not seen.
 
-Rounds are server lifetimes: each finalist and off once per round, the order reversed every other round, so that what drifts hits all
-alike. After each round the funnel learns its loads, which may make another configuration a finalist. It ends when the best is apart
-from off or equal to it, when one more round could not make it so, or when the rounds are used up. Two finalists that are nearly
-equal are not told apart: that takes more rounds than choosing the wrong one costs.
+In a round each finalist and off are started once and measured at every batch size, so that what drifts hits all alike: load by load in
+turn where their servers fit beside each other, else server by server, the order reversed every other time. After each round the funnel
+learns its loads, which may make another configuration a finalist. It ends when the best is apart from off or equal to it, when one more
+round could not make it so, or when the rounds are used up. Two finalists that are nearly equal are not told apart: that takes more
+rounds than choosing the wrong one costs.
 
 The winner is chosen by all that was measured, in search and confirmation. Its speed-up, and whether it is clear, come from the
 confirmation alone: what the search picked for its luck has none of that luck here.
@@ -62,13 +63,14 @@ def confirm(
     *,
     least_weight: float,
     max_rounds: int = 3,
+    side_by_side: Callable[[Sequence[ServingConfig], Sequence[int], str], bool] = lambda configs, batches, stage: False,
     after: Callable[[ServingConfig], None] = lambda config: None,
 ) -> Confirmed:
     """Measure until it is decided, `requests(batch size)` requests a load. Batch sizes of less than `least_weight` in every trace are
     left out.
 
-    A round that contradicts the search, or puts another configuration before its finalists, calls for another. `after` is called once
-    with each server that was measured, while it runs.
+    A round that contradicts the search, or puts another configuration before its finalists, calls for another. `side_by_side` starts the
+    servers of a stage at once, or says that they do not fit. `after` is called once with each server that was measured, while it runs.
     """
     workloads = funnel.workloads
     batches = [b for b in sorted({b for w in workloads for b in w.weights}) if _weight(workloads, b) >= least_weight]
@@ -77,16 +79,30 @@ def confirm(
     rounds: list[list[Observation]] = []
     seen: set[ServingConfig] = set()
     result = Confirmed(funnel.off, True, {}, 0)
+
+    def look_at(config: ServingConfig) -> None:
+        if config not in seen:
+            after(config)
+            seen.add(config)
+
     while alive:
         expected = {config: _expected(funnel, config) for config in alive} | expected
         loads: list[Observation] = []
-        for config in [*alive, funnel.off] if result.rounds % 2 == 0 else [funnel.off, *reversed(alive)]:
-            for batch in batches:
-                found = funnel.measure(config, batch, f"confirm{result.rounds + 1}", requests(batch))
-                loads += found.values() if found else ()
-            if config not in seen:
-                after(config)
-                seen.add(config)
+        stage, number = f"confirm{result.rounds + 1}", result.rounds
+        sides = _turned([*alive, funnel.off], number)
+        in_turn = side_by_side(sides, batches, stage)
+        if in_turn:
+            turns = [(config, batch) for i, batch in enumerate(batches) for config in _turned(sides, i)]
+        else:
+            turns = [(config, batch) for config in sides for batch in batches]
+        for config, batch in turns:
+            found = funnel.measure(config, batch, stage, requests(batch))
+            loads += found.values() if found else ()
+            if not in_turn and batch == batches[-1]:
+                look_at(config)
+        if in_turn:  # what is compared lies close together
+            for config in sides:
+                look_at(config)
         funnel.learn(loads)
         rounds.append(loads)
         result = _judge(funnel, _paced(funnel, rounds), list(expected))
@@ -100,6 +116,10 @@ def confirm(
             break
         alive = [leader, *(config for config in rivals if config != leader)][:MAX_FINALISTS]
     return result
+
+
+def _turned(sides: Sequence[ServingConfig], number: int) -> Sequence[ServingConfig]:
+    return sides if number % 2 == 0 else sides[::-1]
 
 
 def compare(rounds: Rounds, config: ServingConfig, other: ServingConfig, workloads: Sequence[Workload]) -> Estimate:

@@ -17,12 +17,14 @@ from backends.simulated.virtual import SimulatedRequest
 from backends.simulated.world import DEFAULT_CATEGORY, Draft, Limits, TargetCost, World
 from backends.types import ServingConfig
 from harness.funnel.acceptance import Acceptances, Curve, draft_key
-from harness.funnel.observation import Observation, Workload
+from harness.funnel.observation import Array, Observation, Workload
 from harness.funnel.step_cost import DraftCost, StepCost, passes
+from harness.funnel.unevenness import stretched
 from harness.funnel.virtual_load import VirtualLoad, closed_loop
 
 MAX_REQUESTS = 128
 """Requests of one virtual load (or the batch size, where that is more): virtual time is cheap, not free."""
+EVEN: Array = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,12 @@ def predict(
     curve: Curve | None,
     *,
     kept_hits: float = 1.0,
+    uneven: Array = EVEN,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """One closed-loop load in virtual time, with the workload's own lengths. `kept_hits`: prefix-cache hits ÷ those with off.
+    """One closed-loop load in virtual time, with the workload's own lengths. `kept_hits`: prefix-cache hits ÷ those with off; `uneven`:
+    how requests deviate from the drafter's τ (`harness.funnel.unevenness`), which virtual time has the same for all.
 
     Throughput is that of busy slots: batch × Σ tokens ÷ Σ time in the slot.
     """
@@ -104,12 +108,14 @@ def predict(
     requests = [SimulatedRequest(0.0, max(1, round(workload.input_tokens[i] * left)), workload.output_tokens[i]) for i in order]
     world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch_size, luck=False)
-    p50, p95 = np.quantile(run.e2e_s, (0.5, 0.95))
+    tau = curve.tau(config.k).value if curve else 1.0
+    decode_s = stretched(run.e2e_s - run.ttft_s, uneven, math.log(tau))
+    p50, p95 = np.quantile(run.ttft_s[:, None] + decode_s, (0.5, 0.95))
     return Prediction(
-        tau=curve.tau(config.k).value if curve else 1.0,
+        tau=tau,
         e2e_p50_s=float(p50),
         e2e_p95_s=float(p95),
-        tpot_p50_s=float(np.nanmedian(run.tpot_s)),
+        tpot_p50_s=float(np.nanmedian(stretched(run.tpot_s, uneven, math.log(tau)))),
         ttft_p95_s=float(np.quantile(run.ttft_s, 0.95)),
         output_tokens_per_s=batch_size * float(run.output_tokens.sum() / run.e2e_s.sum()),
         goodput_rps=_goodput(run, batch_size, slo) if slo else None,
@@ -158,6 +164,7 @@ def predict_grid(
     cost: StepCost,
     acceptance: Acceptances,
     kept_hits: Callable[[ServingConfig, str], float],
+    uneven: Callable[[ServingConfig, str], Array],
     *,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
@@ -169,10 +176,19 @@ def predict_grid(
             curve = acceptance(config, workload.name) if config.k else None
             if config.k and (curve is None or len(curve.rates) < config.k):
                 continue
-            kept = kept_hits(config, workload.name)
+            kept, spread = kept_hits(config, workload.name), uneven(config, workload.name)
             for batch in batch_sizes:
-                cell = predict(config, batch, workload, cost, curve, kept_hits=kept, kv_cache_tokens=kv_cache_tokens, slo=slo)
-                grid[config, batch, workload.name] = cell
+                grid[config, batch, workload.name] = predict(
+                    config,
+                    batch,
+                    workload,
+                    cost,
+                    curve,
+                    kept_hits=kept,
+                    uneven=spread,
+                    kv_cache_tokens=kv_cache_tokens,
+                    slo=slo,
+                )
     return grid
 
 

@@ -134,6 +134,9 @@ class FunnelStage:
             funnel.run()
         funnel.objective = self.findings.objectives[0]
         funnel.predict_all()
+        self._note_estimates(funnel)
+
+    def _note_estimates(self, funnel: Funnel) -> None:
         for name in self.parts:
             self.findings.estimates.update(
                 {(config, batch, name): math.exp(mean) for (config, batch), (mean, _) in funnel.speedups(name).items()}
@@ -162,8 +165,10 @@ class FunnelStage:
             finalists,
             lambda batch: self.settings.confirm_requests,
             least_weight=0.0,  # the verdict and the schedule need every batch size
+            side_by_side=self._side_by_side,
             after=after,
         )
+        self._note_estimates(funnel)
 
     def result(self) -> list[dict[str, Any]]:
         """What each funnel found, for `result.json`. All but the loads and the confirmation is predicted."""
@@ -197,6 +202,12 @@ class FunnelStage:
         return finalists or rest[:1] or list(measured)[:1]
 
     # Measuring.
+
+    def _side_by_side(self, configs: Sequence[ServingConfig], batches: Sequence[int], stage: str) -> bool:
+        """`funnel.confirm` asks; the numbers of requests do not matter in a confirmation."""
+        return self.lab.side_by_side(
+            [self._wanted(c, b, stage, 0, name) for c in configs for b in batches for name in self.parts]
+        )
 
     def _measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
         found: dict[str, Observation] = {}

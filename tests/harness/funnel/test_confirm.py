@@ -1,5 +1,5 @@
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -52,6 +52,25 @@ def test_a_clear_winner_is_found_in_one_round_of_server_lifetimes() -> None:
     ci95 = found.speedups[best].ci95
     assert ci95 is not None
     assert ci95[0] > 0
+
+
+def test_loads_take_turns_where_the_servers_fit_beside_each_other() -> None:
+    bench, told = Bench(noisy()), list[str]()
+    best = on("eagle3", 3)
+    funnel = searched(bench, best)
+    asked: list[tuple[int, str]] = []
+
+    def fit(configs: Sequence[ServingConfig], batches: Sequence[int], stage: str) -> bool:
+        asked.append((len(configs), stage))
+        return True
+
+    found = confirm(
+        funnel, [best], lambda batch: 48, least_weight=0.05, side_by_side=fit, after=lambda config: told.append(config.label())
+    )
+    assert found.winner == best
+    assert asked == [(2, "confirm1")]
+    assert [label for label, _ in bench.calls] == ["eagle3 K=3", "off", "off", "eagle3 K=3"]
+    assert told == ["eagle3 K=3", "off"]
 
 
 def test_a_tie_goes_to_the_smaller_k() -> None:
