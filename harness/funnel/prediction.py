@@ -109,13 +109,14 @@ def predict(
     world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch_size, luck=False)
     tau = curve.tau(config.k).value if curve else 1.0
-    decode_s = stretched(run.e2e_s - run.ttft_s, uneven, math.log(tau))
+    reach = math.log(tau) * math.sqrt(1 - 1 / curve.inflation) if curve else 0.0  # without what luck alone spreads
+    decode_s = stretched(run.e2e_s - run.ttft_s, uneven, reach)
     p50, p95 = np.quantile(run.ttft_s[:, None] + decode_s, (0.5, 0.95))
     return Prediction(
         tau=tau,
         e2e_p50_s=float(p50),
         e2e_p95_s=float(p95),
-        tpot_p50_s=float(np.nanmedian(stretched(run.tpot_s, uneven, math.log(tau)))),
+        tpot_p50_s=float(np.nanmedian(stretched(run.tpot_s, uneven, reach))),
         ttft_p95_s=float(np.quantile(run.ttft_s, 0.95)),
         output_tokens_per_s=batch_size * float(run.output_tokens.sum() / run.e2e_s.sum()),
         goodput_rps=_goodput(run, batch_size, slo) if slo else None,

@@ -35,9 +35,9 @@ def unevenness(loads: Sequence[Observation], offs: Sequence[Observation]) -> Arr
     return np.concatenate(found) if found else np.zeros(0)
 
 
-def stretched(decode_s: Array, uneven: Array, log_tau: float) -> Array:
-    """Decode times [n] as requests with each of the deviations [m] would have them, [n, m], the sum of all as before."""
-    factors = np.exp(-uneven * log_tau) if len(uneven) else np.ones(1)
+def stretched(decode_s: Array, uneven: Array, reach: float) -> Array:
+    """Decode times [n] as requests with each of the deviations [m] times `reach` would have them, [n, m], the sum of all as before."""
+    factors = np.exp(-uneven * reach) if len(uneven) else np.ones(1)
     return np.asarray(np.outer(decode_s, factors / factors.mean()))
 
 
