@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from backends.types import ServingConfig
-from benchmarks.turns import Part, against, duet_of, gain, side_by_side
+from benchmarks.turns import Part, against, gain, side_by_side
 from harness.evidence import batch_shares, weights_of
 from harness.types import Load
 from workloads.load import load_trace
@@ -50,9 +50,10 @@ COUNTS = {
     "grid": ("--search-requests", "64", "--confirm-requests", "8"),
     "funnel": ("--search-requests", "24", "--confirm-requests", "32"),
 }
-NEAR, MOST = 0.05, 2
+NEAR, MOST = 0.05, 1
 """Beside the funnel's choice, servers that the grid puts within this of its best, in log, run for the playoff: this many at most."""
-PLAYOFF_ROUNDS, PLAYOFF_REQUESTS = 3, 24
+PLAYOFF_ROUNDS, PLAYOFF_REQUESTS = 2, 24
+LEAST_WEIGHT = 0.01  # of a batch size in the playoff
 Key = tuple[str, int, int]  # variant, K, batch size
 Server = tuple[str, int]  # variant, K
 OFF: Server = ("off", 0)
@@ -120,13 +121,15 @@ def playoff(
     everything = load_trace(trace).requests()
     some = everything[:: max(len(everything) // PLAYOFF_REQUESTS, 1)]
     requests = [replace(request, index=i, max_tokens=OUTPUT_TOKENS) for i, request in enumerate(some)]
-    parts = [Part(Load("closed", "sample", concurrency=batch), requests, weight) for batch, weight in weights.items() if weight]
+    parts = [
+        Part(Load("closed", "sample", concurrency=batch), requests, weight)
+        for batch, weight in weights.items()
+        if weight > LEAST_WEIGHT
+    ]
     configs = {f"{variant} K={k}": by_server[variant, k] for variant, k in dict.fromkeys((chosen, *rivals, OFF))}
     mine, *others = configs
-    duet = duet_of(configs)
-    with side_by_side(configs, command=engine, base_args=base_args, duet=duet) as servers:
-        pairs = against(mine, servers, parts, PLAYOFF_ROUNDS, duet)
-    print(duet.method if duet else "one after the other")
+    with side_by_side(configs, command=engine, base_args=base_args) as servers:
+        pairs = against(mine, servers, parts, PLAYOFF_ROUNDS)
     for other in others:
         value, low, high = gain(pairs[other], parts)
         print(f"{mine} against {other}: {value:.3f}x as fast (95 % interval {low:.3f}-{high:.3f})")

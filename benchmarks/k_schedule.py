@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from backends.types import ServingConfig
-from benchmarks.turns import Part, against, duet_of, gain, side_by_side
+from benchmarks.turns import Part, against, gain, side_by_side
 from harness.types import Load
 from workloads.load import DEMO_TRACE, load_trace
 from workloads.types import Request
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--engine", help="command of the engine, where it is not the default one")
     parser.add_argument("--base-args", default="", help="flags of every server, as in the run")
-    parser.add_argument("--gap", type=float, default=1.2, help="seconds between requests outside bursts")
+    parser.add_argument("--gap", type=float, default=2.4, help="seconds between requests outside bursts")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -55,10 +55,8 @@ def main() -> None:
     configs = {"off": off, "single K": best, "schedule": replace(best, k=max(k for *_, k in schedule), extra=extra)}
     command = tuple(shlex.split(given.engine)) if given.engine else None
     parts = [Part(Load("trace", "sample"), requests) for requests in cycles(given.gap)]
-    duet = duet_of(configs)
-    print(duet.method if duet else "one after the other")
-    with side_by_side(configs, command=command, base_args=tuple(shlex.split(given.base_args)), duet=duet) as servers:
-        pairs = against("schedule", servers, parts, given.rounds, duet)
+    with side_by_side(configs, command=command, base_args=tuple(shlex.split(given.base_args))) as servers:
+        pairs = against("schedule", servers, parts, given.rounds)
     for name, pair in pairs.items():
         value, low, high = gain(pair, parts)
         print(f"schedule over {name}: {value:.3f}x (95 % interval {low:.3f}-{high:.3f})")

@@ -1,18 +1,25 @@
-"""Servers of several configurations side by side, compared in pairs, so that what the machine does meanwhile meets both alike: at once
-where they can share a CPU fairly, else one after the other."""
+"""Servers of several configurations on one CPU, compared in pairs under the same load at the same time.
+
+A shared host changes its speed from minute to minute by more than what is to be seen, so loads one after the other do not compare. Both
+servers of a pair are under load at once, and each has the whole machine for a tenth of a second in turn while the other is stopped. Times
+are about twice what they are alone; their ratios are those of servers that have the machine to themselves, at an arrival rate twice as
+high as the one sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import uvloop
 from scipy import stats
 
@@ -20,12 +27,12 @@ from backends.process import Server, free_port
 from backends.registry import ADAPTERS
 from backends.types import ServingConfig
 from harness.client import ReplayOptions
-from harness.gate.duet import Duet, duet_for
-from harness.gate.sides import Side
 from harness.replay import Replay, replay
 from harness.types import Load
 from harness.warmup import empty_prefix_cache, warm_up
 from workloads.types import Request
+
+SLICE_S = 0.1
 
 
 class Part(NamedTuple):
@@ -41,15 +48,9 @@ class Pair(NamedTuple):
     other: np.ndarray
 
 
-def duet_of(configs: Mapping[str, ServingConfig]) -> Duet | None:
-    """How two of them can be measured at once; None where they cannot."""
-    sides = [Side(name, config.backend) for name, config in configs.items()]
-    return duet_for(sides[0], sides[-1])
-
-
 @contextmanager
 def side_by_side(
-    configs: Mapping[str, ServingConfig], *, command: tuple[str, ...] | None, base_args: tuple[str, ...], duet: Duet | None
+    configs: Mapping[str, ServingConfig], *, command: tuple[str, ...] | None, base_args: tuple[str, ...]
 ) -> Iterator[dict[str, Server]]:
     """A server of each, all of them running until the end. `command` None: the backend's own."""
     with ExitStack() as stack:
@@ -58,33 +59,23 @@ def side_by_side(
             adapter = ADAPTERS[config.backend]
             port, folder = free_port(), Path(stack.enter_context(tempfile.TemporaryDirectory()))
             launch = adapter.launch(config, port=port, command=command or adapter.DEFAULT_COMMAND, base_args=base_args)
-            if duet:
-                launch = replace(launch, env={**launch.env, "OMP_NUM_THREADS": str(duet.threads)})
             servers[name] = stack.enter_context(Server.start(launch, port=port, folder=folder, backend=config.backend))
         yield servers
 
 
-def against(mine: str, servers: Mapping[str, Server], parts: Sequence[Part], rounds: int, duet: Duet | None) -> dict[str, Pair]:
-    """The server `mine` and each other one on every part, `rounds` times: as a `duet`, or in turn, the order reversed every other
-    time."""
+def against(mine: str, servers: Mapping[str, Server], parts: Sequence[Part], rounds: int) -> dict[str, Pair]:
+    """The server `mine` and each other one on every part, `rounds` times."""
     others = [name for name in servers if name != mine]
     for server in servers.values():
         uvloop.run(warm_up(server.endpoint, parts[0].requests[:8], parts[0].load, ReplayOptions()))
-    times: dict[str, tuple[list[list[float]], list[list[float]]]] = {name: ([], []) for name in others}
+    rows: dict[str, list[list[list[float]]]] = {name: [] for name in others}  # name -> [round][side][request]
     for number in range(rounds):
         for name in others:
-            for side in times[name]:
-                side.append([])
-        for i, part in enumerate(parts):
-            for name in others:
-                both = [servers[mine], servers[name]]
-                turned = (number + i) % 2 == 1
-                found = uvloop.run(_run(both[::-1] if turned else both, part, duet))
-                for side, e2e_s in zip(times[name], found[::-1] if turned else found, strict=True):
-                    side[-1] += e2e_s
-        for name, (own, theirs) in times.items():
-            print(f"round {number + 1}: mean E2E {np.mean(own[-1]):.2f} s, {name}: {np.mean(theirs[-1]):.2f} s", flush=True)
-    return {name: Pair(np.array(own), np.array(theirs)) for name, (own, theirs) in times.items()}
+            found = [uvloop.run(_both((servers[mine], servers[name]), part)) for part in parts]
+            own, theirs = ([e2e_s for part in found for e2e_s in part[side]] for side in (0, 1))
+            rows[name].append([own, theirs])
+            print(f"round {number + 1}: mean E2E {np.mean(own):.2f} s, {name}: {np.mean(theirs):.2f} s", flush=True)
+    return {name: Pair(*np.array(found).swapaxes(0, 1)) for name, found in rows.items()}
 
 
 def gain(pair: Pair, parts: Sequence[Part]) -> tuple[float, float, float]:
@@ -105,18 +96,33 @@ def gain(pair: Pair, parts: Sequence[Part]) -> tuple[float, float, float]:
     return math.exp(value), math.exp(value - half), math.exp(value + half)
 
 
-async def _run(servers: Sequence[Server], part: Part, duet: Duet | None) -> list[list[float]]:
+async def _both(servers: tuple[Server, Server], part: Part) -> list[list[float]]:
     """E2E of the part's requests on each server, none of which has them in its prefix cache."""
     for server in servers:
         await empty_prefix_cache(server.endpoint)
-    loads = [replay(server.endpoint, part.requests, part.load, ReplayOptions()) for server in servers]
-    if duet is None:
-        return [_e2e(await load, part) for load in loads]
-    exchanging = asyncio.ensure_future(duet.exchange([server.pid for server in servers]))
+    slicing = asyncio.ensure_future(_take_turns([server.pid for server in servers]))
     try:
+        loads = [replay(server.endpoint, part.requests, part.load, ReplayOptions()) for server in servers]
         return [_e2e(run, part) for run in await asyncio.gather(*loads)]
     finally:
-        exchanging.cancel()
+        slicing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await slicing
+
+
+async def _take_turns(pids: Sequence[int]) -> None:
+    """Let one of two processes run, with its children, for `SLICE_S`, then the other, until cancelled."""
+    trees = [[process, *process.children(recursive=True)] for process in map(psutil.Process, pids)]
+    try:
+        for running, waiting in itertools.cycle((trees, trees[::-1])):
+            for process in waiting:
+                process.suspend()
+            for process in running:
+                process.resume()
+            await asyncio.sleep(SLICE_S)
+    finally:
+        for process in itertools.chain(*trees):
+            process.resume()
 
 
 def _e2e(run: Replay, part: Part) -> list[float]:
