@@ -17,14 +17,12 @@ from backends.simulated.virtual import SimulatedRequest
 from backends.simulated.world import DEFAULT_CATEGORY, Draft, Limits, TargetCost, World
 from backends.types import ServingConfig
 from harness.funnel.acceptance import Acceptances, Curve, draft_key
-from harness.funnel.observation import Array, Observation, Workload
+from harness.funnel.observation import Observation, Workload
 from harness.funnel.step_cost import DraftCost, StepCost, passes
-from harness.funnel.unevenness import stretched
 from harness.funnel.virtual_load import VirtualLoad, closed_loop
 
 MAX_REQUESTS = 128
 """Requests of one virtual load (or the batch size, where that is more): virtual time is cheap, not free."""
-EVEN: Array = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +92,10 @@ def predict(
     curve: Curve | None,
     *,
     kept_hits: float = 1.0,
-    uneven: Array = EVEN,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
 ) -> Prediction:
-    """One closed-loop load in virtual time, with the workload's own lengths. `kept_hits`: prefix-cache hits ÷ those with off; `uneven`:
-    how requests deviate from the drafter's τ (`harness.funnel.unevenness`), which virtual time has the same for all.
+    """One closed-loop load in virtual time, with the workload's own lengths. `kept_hits`: prefix-cache hits ÷ those with off.
 
     Throughput is that of busy slots: batch × Σ tokens ÷ Σ time in the slot.
     """
@@ -108,15 +104,12 @@ def predict(
     requests = [SimulatedRequest(0.0, max(1, round(workload.input_tokens[i] * left)), workload.output_tokens[i]) for i in order]
     world = world_of(config, cost, curve, kv_cache_tokens)
     run = closed_loop(world, requests, variant=config.variant, k=config.k, concurrency=batch_size, luck=False)
-    tau = curve.tau(config.k).value if curve else 1.0
-    reach = math.log(tau) * math.sqrt(1 - 1 / curve.inflation) if curve else 0.0  # without what luck alone spreads
-    decode_s = stretched(run.e2e_s - run.ttft_s, uneven, reach)
-    p50, p95 = np.quantile(run.ttft_s[:, None] + decode_s, (0.5, 0.95))
+    p50, p95 = np.quantile(run.e2e_s, (0.5, 0.95))
     return Prediction(
-        tau=tau,
+        tau=curve.tau(config.k).value if curve else 1.0,
         e2e_p50_s=float(p50),
         e2e_p95_s=float(p95),
-        tpot_p50_s=float(np.nanmedian(stretched(run.tpot_s, uneven, reach))),
+        tpot_p50_s=float(np.nanmedian(run.tpot_s)),
         ttft_p95_s=float(np.quantile(run.ttft_s, 0.95)),
         output_tokens_per_s=batch_size * float(run.output_tokens.sum() / run.e2e_s.sum()),
         goodput_rps=_goodput(run, batch_size, slo) if slo else None,
@@ -165,7 +158,6 @@ def predict_grid(
     cost: StepCost,
     acceptance: Acceptances,
     kept_hits: Callable[[ServingConfig, str], float],
-    uneven: Callable[[ServingConfig, str], Array],
     *,
     kv_cache_tokens: int | None = None,
     slo: Mapping[str, float] | None = None,
@@ -177,19 +169,10 @@ def predict_grid(
             curve = acceptance(config, workload.name) if config.k else None
             if config.k and (curve is None or len(curve.rates) < config.k):
                 continue
-            kept, spread = kept_hits(config, workload.name), uneven(config, workload.name)
+            kept = kept_hits(config, workload.name)
             for batch in batch_sizes:
-                grid[config, batch, workload.name] = predict(
-                    config,
-                    batch,
-                    workload,
-                    cost,
-                    curve,
-                    kept_hits=kept,
-                    uneven=spread,
-                    kv_cache_tokens=kv_cache_tokens,
-                    slo=slo,
-                )
+                cell = predict(config, batch, workload, cost, curve, kept_hits=kept, kv_cache_tokens=kv_cache_tokens, slo=slo)
+                grid[config, batch, workload.name] = cell
     return grid
 
 

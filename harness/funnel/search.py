@@ -19,11 +19,10 @@ from backends.types import ServingConfig
 from harness.funnel import prune
 from harness.funnel.acceptance import Curve, DraftKey, draft_key, from_loads
 from harness.funnel.calibration import Calibration, calibrate
-from harness.funnel.observation import Array, Measure, Observation, Workload
-from harness.funnel.prediction import EVEN, Grid, predict_grid, ratios
+from harness.funnel.observation import Measure, Observation, Workload
+from harness.funnel.prediction import Grid, predict_grid, ratios
 from harness.funnel.scores import Scores, score
 from harness.funnel.step_cost import StepCost, fit
-from harness.funnel.unevenness import unevenness
 
 MARGIN, LEAST_GAIN = 0.01, 0.002
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
@@ -215,15 +214,6 @@ class Funnel:
         plain = sum(offs.get(load.batch_size, load.prefix_hit_rate) for load in drafted)
         return min(sum(load.prefix_hit_rate for load in drafted) / plain, 1.0) if plain else 1.0
 
-    def _uneven(self, workload: str) -> dict[DraftKey, Array]:
-        here = [load for load in self.loads if load.workload == workload]
-        offs = [load for load in here if load.config == self.off]
-        by_drafter: dict[DraftKey, list[Observation]] = {}
-        for load in here:
-            if load.config.k:
-                by_drafter.setdefault(draft_key(load.config), []).append(load)
-        return {key: unevenness(loads, offs) for key, loads in by_drafter.items()}
-
     def _curves(self) -> dict[tuple[DraftKey, str], Curve]:
         """Of every drafter and workload, as far as known."""
         keys = [draft_key(configs[0]) for configs in self.drafters]
@@ -249,7 +239,6 @@ class Funnel:
         self.cost = fit(self.loads)
         alive = [self.off, *(c for c in self.candidates if not self._is_pruned(c))]
         acceptance = self._curves()
-        uneven = {workload.name: self._uneven(workload.name) for workload in self.workloads}
         self.ratios = []
         self.grid = predict_grid(
             alive,
@@ -258,7 +247,6 @@ class Funnel:
             self.cost,
             lambda config, workload: acceptance.get((draft_key(config), workload)),
             self._kept_hits,
-            lambda config, workload: uneven[workload].get(draft_key(config), EVEN),
             kv_cache_tokens=self.kv_cache_tokens,
             slo=self.slo,
         )

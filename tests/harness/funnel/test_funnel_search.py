@@ -10,9 +10,8 @@ from benchmarks.funnel import run_funnel, truth
 from benchmarks.funnel_worlds import make_world
 from harness.funnel.acceptance import draft_key
 from harness.funnel.observation import Observation
-from harness.funnel.prediction import Prediction, predict
+from harness.funnel.prediction import predict
 from harness.funnel.search import MAX_REQUESTS, START_SHARE, Funnel, Pruned
-from harness.funnel.unevenness import unevenness
 from tests.harness.funnel.loads import OFF, WORLD, observe, on, workload
 
 WEIGHTS = {1: 0.2, 4: 0.5, 16: 0.3}
@@ -129,18 +128,13 @@ def test_prefix_hits_that_a_drafter_loses_make_its_prediction_slower() -> None:
     search.loads = [replace(load, prefix_hit_rate=0.6) for load in search.loads]
     search.workloads = [replace(search.workloads[0], prefix_hit_rate=0.6)]
     search.run()
-    search.predict_all()
-
-    def cell(config: ServingConfig, kept_hits: float) -> Prediction:
-        key = draft_key(config)
-        offs, mine = ([x for x in search.loads if draft_key(x.config) == of] for of in (draft_key(OFF), key))
-        uneven, curve = unevenness(mine, offs), search.curve(key, "t")
-        return predict(config, 4, search.workloads[0], search.cost, curve, kept_hits=kept_hits, uneven=uneven)
-
-    eagle3 = on("eagle3", 3)
-    assert search.grid[eagle3, 4, "t"] == cell(eagle3, 0.5)
-    assert cell(eagle3, 0.5).e2e_p50_s > cell(eagle3, 1.0).e2e_p50_s
-    assert search.grid[on("mtp", 3), 4, "t"] == cell(on("mtp", 3), 1.0)
+    cost, curve = search.cost, search.curve(draft_key(on("eagle3", 3)), "t")
+    kept, lost = (predict(on("eagle3", 3), 4, search.workloads[0], cost, curve, kept_hits=share) for share in (1.0, 0.5))
+    assert search.grid[on("eagle3", 3), 4, "t"] == lost
+    assert lost.e2e_p50_s > kept.e2e_p50_s
+    assert search.grid[on("mtp", 3), 4, "t"] == predict(
+        on("mtp", 3), 4, search.workloads[0], cost, search.curve(draft_key(on("mtp", 3)), "t")
+    )
 
 
 def test_a_server_that_fails_is_not_asked_again() -> None:
