@@ -245,6 +245,7 @@ def read_back(endpoint: Endpoint, config: ServingConfig, log: str) -> Endpoint:
 
 
 def misjudges_sampled(running: str | None, resolved: Mapping[str, Any], config: ServingConfig) -> tuple[str, ...]:
+    """A warning where the version `running` cannot verify drafts beside a sampled request; else nothing."""
     version = parse_version(running or "") or ASSUMED_VERSION
     if config.variant == "off" or resolved.get("device") != "cpu" or version[:2] > _MISJUDGES_ON_CPU_UNTIL:
         return ()
