@@ -48,7 +48,8 @@ def running(settings: ServingConfig, folder: Path) -> Iterator[Endpoint]:
     launch = vllm.launch(settings, port=port, command=(python(),), base_args=())
     with Server.start(launch, port=port, folder=folder, backend="vllm") as server:
         endpoint = vllm.read_back(server.endpoint, settings, server.log())
-        assert endpoint.warnings == ()
+        # What vLLM misjudges on a CPU is warned of wherever drafts are verified, and is the only warning.
+        assert ["issues/55005" in warning for warning in endpoint.warnings] == [True] * (settings.variant != "off")
         yield endpoint
 
 
