@@ -135,19 +135,20 @@ def score(evidence: Sequence[BatchEvidence], weights: Mapping[int, float]) -> fl
     return sum(weights.get(e.batch_size, 0.0) * math.log(e.speedup.value) for e in evidence) / total
 
 
-def best_k(evidence: Mapping[ServingConfig, Sequence[BatchEvidence]], finalist: ServingConfig) -> tuple[tuple[int, int], ...]:
-    """For each batch size the K of the finalist's variant with the best speed-up (0 where none beats off); ties go to smaller K."""
+def best_k(speedups: Mapping[tuple[ServingConfig, int], float], finalist: ServingConfig) -> tuple[tuple[int, int], ...]:
+    """For each batch size the K of the finalist's variant with the best speed-up (0 where none beats off); ties go to smaller K.
+
+    `speedups`: (configuration, batch size) -> over off.
+    """
     best: dict[int, tuple[float, int]] = {}
-    for config, rows in evidence.items():
+    for (config, batch), value in speedups.items():
         if group_key(config) != group_key(finalist) or config.variant != finalist.variant or config.topk != finalist.topk:
             continue
-        for row in rows:
-            value = row.speedup.value
-            speed, k = best.get(row.batch_size, (1.0, 0))
-            if value > speed * 1.01 or (value > speed / 1.01 and 0 < config.k < k):
-                best[row.batch_size] = (value, config.k)
-            else:
-                best.setdefault(row.batch_size, (speed, k))
+        speed, k = best.get(batch, (1.0, 0))
+        if value > speed * 1.01 or (value > speed / 1.01 and 0 < config.k < k):
+            best[batch] = (value, config.k)
+        else:
+            best.setdefault(batch, (speed, k))
     return tuple((batch, k) for batch, (_, k) in sorted(best.items()))
 
 
@@ -181,13 +182,15 @@ def evidence_of(
     *,
     objective: str,
     search_evidence: Mapping[ServingConfig, Sequence[BatchEvidence]],
+    estimates: Mapping[tuple[ServingConfig, int], float],
     shares: Mapping[int, float],
     drift: float,
     records_of: RecordsOf,
 ) -> Evidence:
     """Everything `decide.judge` needs about the finalist of one group.
 
-    From confirmation trials only, where there are any; the schedule compares all K, so it is from the search.
+    From confirmation trials only, where there are any. The schedule compares all K that were measured, so it is from the search, and
+    at their other batch sizes from `estimates` of the speed-up by (configuration, batch size).
     """
     rows = by_batch(trials, trace, finalist, ("confirm", "confirm"), objective, records_of)
     rows = rows or tuple(search_evidence.get(finalist, ()))
@@ -195,6 +198,8 @@ def evidence_of(
     if repeated and min(repeated) >= MIN_PAIRS:
         drift = 1.0  # what the machine does by itself is in an interval over interleaved runs already
     p50, p95 = open_loop(trials, trace, finalist.off(), finalist, records_of)
+    speedups = {(config, row.batch_size): row.speedup.value for config, found in search_evidence.items() for row in found}
+    speedups |= {cell: value for cell, value in estimates.items() if cell[0] in search_evidence}
     return Evidence(
         config=finalist,
         by_batch=rows,
@@ -202,7 +207,7 @@ def evidence_of(
         mean_batch=sum(b * s for b, s in shares.items()) if shares else None,
         open_e2e_p50=p50,
         open_e2e_p95=p95,
-        schedule=best_k(search_evidence, finalist),
+        schedule=best_k(speedups, finalist),
         metric=objective,
         drift=drift,
     )

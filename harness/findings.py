@@ -84,6 +84,7 @@ class Findings:
             trace,
             objective=self.objectives[0],
             search_evidence=self.search_evidence(trace),
+            estimates={(config, batch): value for (config, batch, name), value in self.estimates.items() if name == trace},
             shares=self.shares(trace),
             drift=max(drift.value, 1 / drift.value) if (drift := self.drift(trace, finalist.off())) else 1.0,
             records_of=self.records_of,

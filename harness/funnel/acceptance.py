@@ -2,16 +2,17 @@
 drafter are pooled.
 
 A chain drafter's first positions do not know how many follow: position rates m_i of a load at K_max give τ(K) = 1 + Σ_{i≤K} m_i.
-That is nearly exact, since steps of another K begin at other places in the text; a load at a small K shows the gap, which then
-widens the interval. Trees and parallel drafters draft differently for each K: their rates hold at the K that was measured, and
-elsewhere only within `PARALLEL_SD`.
+That is nearly exact: steps of a smaller K begin at other places in the text, more often within a stretch that is easy to draft, and
+gain some per cent. So a K with loads of its own has their τ, as far as they are sure of it, and the K beside it a part of the
+difference. Trees and parallel drafters draft differently for each K: their rates hold at the K that was measured, and elsewhere only
+within `PARALLEL_SD`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +25,8 @@ from harness.statistics import Estimate
 PARALLEL_VARIANTS = frozenset({"p_eagle", "dflash", "dspark"})
 PARALLEL_SD = 0.03
 """Relative uncertainty of τ when K is doubled or halved from the one measured, for drafters whose draft depends on K."""
+BEGIN_SD = 0.03
+"""Relative difference between τ at one K and what position rates of other K say."""
 
 DraftKey = tuple[str, str | None, str, int, int | None]
 
@@ -46,6 +49,7 @@ class Curve:
     inflation: float  # variance of accepted tokens over requests ÷ that of independent steps
     gap: float  # |τ(K_small) measured − as the rates say|, 0 where not checked
     drafted_share: float
+    shifts: Mapping[int, float] = field(default_factory=dict)  # by K with loads of its own: log(their τ ÷ as the rates say)
 
     def tau(self, k: int) -> Estimate:
         """τ at K with its 95 % interval (delta method on the ratio accepted ÷ steps, joined with the gap).
@@ -55,9 +59,20 @@ class Curve:
         """
         if k > len(self.rates):
             raise ValueError(f"position rates are known up to {len(self.rates)}, not {k}")
-        value = 1.0 + math.fsum(self.rates[:k])
-        half = 1.96 * math.sqrt(self.inflation * _variance(self.rates[:k]) / self.steps[k - 1]) + self.gap
+        value = max(1.0, (1.0 + math.fsum(self.rates[:k])) * math.exp(self._shift(k)))
+        half = 1.96 * math.sqrt(self.inflation * _variance(self.rates[:k]) / self.steps[k - 1])
+        half += 0.0 if k in self.shifts else self.gap
         return Estimate(value, (max(1.0, value - half), min(k + 1.0, value + half)))
+
+    def _shift(self, k: int) -> float:
+        """Between those of the K that were measured; none at K = 0."""
+        ks = sorted(self.shifts)
+        return float(np.interp(k, [0, *ks], [0.0, *(self.shifts[i] for i in ks)]))
+
+    def rates_at(self, k: int) -> tuple[float, ...]:
+        """Marginal rates of the first `k` positions that never rise and add up to τ(K) − 1, as far as rates of 1 allow."""
+        rates = np.minimum.accumulate(np.clip(self.rates[:k], 1e-9, 1.0))
+        return tuple(np.minimum(rates * (self.tau(k).value - 1) / rates.sum(), 1.0).tolist())
 
     def rate(self, position: int) -> Estimate:
         """m_i with its interval, positions from 1."""
@@ -80,7 +95,8 @@ def _variance(rates: Sequence[float]) -> float:
 
 def from_loads(loads: Sequence[Observation]) -> Curve:
     """The curve of one drafter on one workload from all its loads, pooled by decode steps."""
-    deepest = max(load.config.k for load in loads)
+    ks = sorted({load.config.k for load in loads})
+    deepest = ks[-1]
     steps = [sum(load.decode_steps for load in loads if load.config.k > i) for i in range(deepest)]
     rates = [sum(_rate(load, i) * load.decode_steps for load in loads if load.config.k > i) / steps[i] for i in range(deepest)]
     rates = list(np.minimum.accumulate(rates))  # marginal rates never rise; pooling over different K may say otherwise
@@ -93,7 +109,18 @@ def from_loads(loads: Sequence[Observation]) -> Curve:
         noise = math.sqrt(_variance(rates[: smallest.config.k]) * (1 / others + 1 / smallest.decode_steps))
         gap = max(0.0, abs(smallest.tau - 1.0 - expected) - 1.96 * noise)
     share = sum(load.drafted_share * load.decode_steps for load in loads) / sum(load.decode_steps for load in loads)
-    return Curve(tuple(rates), tuple(steps), _inflation(loads), gap, share)
+    inflation = _inflation(loads)
+    shifts = {k: _shift_of([load for load in loads if load.config.k == k], rates, inflation) for k in ks} if len(ks) > 1 else {}
+    return Curve(tuple(rates), tuple(steps), inflation, gap, share, shifts)
+
+
+def _shift_of(loads: Sequence[Observation], rates: Sequence[float], inflation: float) -> float:
+    """What loads of one K say beyond the pooled rates, shrunk by their own uncertainty."""
+    k = loads[0].config.k
+    steps = sum(load.decode_steps for load in loads)
+    tau = sum(load.tau * load.decode_steps for load in loads) / steps
+    variance = inflation * _variance(rates[:k]) / steps / tau**2
+    return math.log(tau / (1.0 + math.fsum(rates[:k]))) * BEGIN_SD**2 / (BEGIN_SD**2 + variance)
 
 
 def from_recorded(parts: Sequence[Acceptance]) -> Curve:

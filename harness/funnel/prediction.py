@@ -72,10 +72,10 @@ def world_of(config: ServingConfig, cost: StepCost, curve: Curve | None, kv_cach
 
 
 def _draft(config: ServingConfig, cost: DraftCost, curve: Curve) -> Draft:
-    rates = np.minimum.accumulate(np.clip(curve.rates, 0.0, 1.0))  # as marginal rates must be
+    rates = curve.rates_at(config.k)
     share = max(curve.drafted_share, rates[0], 1e-6)
     return Draft(
-        position_rates={DEFAULT_CATEGORY: tuple(rates.tolist())},
+        position_rates={DEFAULT_CATEGORY: rates},
         draft_rate=min(share, 1.0),
         parallel=passes(config) != config.k,
         step_fixed_s=cost.fixed_s,

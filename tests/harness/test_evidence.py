@@ -54,14 +54,14 @@ def rows(**speedups: float) -> tuple[BatchEvidence, ...]:
 
 
 def test_the_schedule_takes_the_fastest_k_at_each_batch_size_and_none_where_off_is_faster() -> None:
-    evidence = {config(2): rows(b1=1.2, b8=1.1), config(4): rows(b1=1.5, b8=0.9), config(6): rows(b1=1.505, b8=0.5)}
-    assert best_k(evidence, config(4)) == ((1, 4), (8, 2))  # K 6 is within 1 % of K 4: the smaller wins
-    assert best_k({config(2): rows(b1=0.9)}, config(2)) == ((1, 0),)
+    by_k = {2: {1: 1.2, 8: 1.1}, 4: {1: 1.5, 8: 0.9}, 6: {1: 1.505, 8: 0.5}}
+    speedups = {(config(k), batch): value for k, values in by_k.items() for batch, value in values.items()}
+    assert best_k(speedups, config(4)) == ((1, 4), (8, 2))  # K 6 is within 1 % of K 4: the smaller wins
+    assert best_k({(config(2), 1): 0.9}, config(2)) == ((1, 0),)
 
 
 def test_the_schedule_holds_one_variant_only() -> None:
-    evidence = {config(2): rows(b1=1.2), config(4, "suffix"): rows(b1=2.0)}
-    assert best_k(evidence, config(2)) == ((1, 2),)
+    assert best_k({(config(2), 1): 1.2, (config(4, "suffix"), 1): 2.0}, config(2)) == ((1, 2),)
 
 
 def test_the_score_weighs_by_the_traces_batch_sizes() -> None:
@@ -94,7 +94,12 @@ def run(number: int, server: ServingConfig, stage: str, mode: Literal["closed", 
     return Trial(number, "COMPLETE", "confirm", server, load, str(number), stage, (), metrics=metrics, speculation=speculation)
 
 
-def evidence(trials: list[Trial], slow: dict[int, float]) -> Evidence:
+def evidence(
+    trials: list[Trial],
+    slow: dict[int, float],
+    searched: dict[ServingConfig, tuple[BatchEvidence, ...]] | None = None,
+    estimates: dict[tuple[ServingConfig, int], float] | None = None,
+) -> Evidence:
     """`slow`: trial number -> factor on all its times; with ON they are half of OFF's."""
 
     def records_of(trial: Trial) -> pa.Table:
@@ -104,7 +109,17 @@ def evidence(trials: list[Trial], slow: dict[int, float]) -> Evidence:
              "session": pa.array([None] * 100, pa.string())}
         )  # fmt: skip
 
-    return evidence_of(ON, trials, "t", objective="e2e_p50", search_evidence={}, shares={}, drift=1.2, records_of=records_of)
+    return evidence_of(
+        ON, trials, "t", objective="e2e_p50", search_evidence=searched or {}, estimates=estimates or {}, shares={}, drift=1.2,
+        records_of=records_of,
+    )  # fmt: skip
+
+
+def test_the_schedule_takes_a_measured_k_at_batch_sizes_where_only_its_estimate_is_known() -> None:
+    searched = {config(2): rows(b4=1.3), config(4): rows(b1=1.5, b4=1.2)}
+    estimates = {(config(2), 1): 1.6, (config(2), 4): 1.3, (config(4), 1): 1.5, (config(4), 4): 1.2, (config(6), 1): 3.0}
+    found = evidence([run(0, OFF, "confirm1"), run(1, ON, "confirm1")], {0: 1.0, 1: 1.0}, searched, estimates)
+    assert found.schedule == ((1, 2), (4, 2))  # K = 6 never ran
 
 
 def test_interleaved_confirmations_are_compared_run_by_run() -> None:

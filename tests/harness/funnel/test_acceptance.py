@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.matchers import NgramIndex
-from harness.funnel.acceptance import from_loads, from_recorded, geometric_rates
+from harness.funnel.acceptance import Curve, from_loads, from_recorded, geometric_rates
+from harness.funnel.observation import Observation
 from harness.offline import Recorded, ngram_acceptance, pool
 from tests.harness.funnel.loads import RATES, noisy, observe, on
 
@@ -34,14 +35,55 @@ def test_the_interval_of_tau_covers_the_truth_about_as_often_as_it_says() -> Non
     assert hits >= 34  # 38 expected; fewer than 34 has a probability of 1 % for a true 95 %
 
 
-def test_a_load_at_a_small_k_that_disagrees_widens_the_interval_by_the_gap() -> None:
+def test_a_load_at_a_small_k_that_disagrees_is_believed_there_and_widens_the_interval_elsewhere() -> None:
     deep, small = observe(on("eagle3", 6), 16), observe(on("mtp", 1), 16)
     object.__setattr__(small, "config", on("eagle3", 1))  # a drafter whose first position is another one at K = 1
     joined, alone = from_loads([deep, small]), from_loads([deep])
     assert joined.gap > 0.15  # 0.7 against 0.4, less noise
     assert alone.gap == 0
-    width = [curve.tau(1).ci95[1] - curve.tau(1).ci95[0] for curve in (joined, alone) if curve.tau(1).ci95]
+    assert joined.tau(1).value == pytest.approx(small.tau, rel=0.02)
+    assert joined.tau(6).value == pytest.approx(deep.tau, rel=0.02)
+    width = [curve.tau(3).ci95[1] - curve.tau(3).ci95[0] for curve in (joined, alone) if curve.tau(3).ci95]
     assert width[0] > width[1] + 0.2
+
+
+def in_stretches(k: int, seed: int = 3) -> Observation:
+    """A load over text with easy and hard stretches, as real text has: an easy token is drafted rightly, a hard one is not."""
+    generator = np.random.default_rng(seed)
+    easy = np.repeat(generator.random(40_000) < 0.5, generator.geometric(0.25, 40_000))
+    at, accepted = 0, []
+    while at + k + 1 < len(easy):
+        run = next((i for i in range(k) if not easy[at + i]), k)
+        accepted.append(run)
+        at += run + 1
+    rates = tuple(float(np.mean(np.array(accepted) > i)) for i in range(k))
+    load = observe(on("eagle3", k), 16)
+    object.__setattr__(load, "position_rates", rates)
+    object.__setattr__(load, "tau", 1 + sum(rates))
+    return load
+
+
+def test_a_k_of_its_own_loads_has_their_tau_and_the_k_between_are_nearer_to_the_truth() -> None:
+    """Steps of a small K begin more often within an easy stretch: the rates of a large K underrate it."""
+    loads = {k: in_stretches(k) for k in range(1, 7)}
+    alone, joined = from_loads([loads[6]]), from_loads([loads[6], loads[2]])
+    assert alone.tau(2).value < 0.97 * loads[2].tau
+    assert joined.tau(2).value == pytest.approx(loads[2].tau, rel=0.02)
+    assert joined.tau(6).value == pytest.approx(loads[6].tau, rel=0.02)
+    for k in (1, 3, 4, 5):
+        errors = [abs(curve.tau(k).value - loads[k].tau) for curve in (joined, alone)]
+        assert errors[0] < errors[1]
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8), st.dictionaries(st.integers(1, 8), st.floats(-0.05, 0.05)))
+def test_rates_at_a_k_never_rise_and_add_up_to_its_tau(rates: list[float], shifts: dict[int, float]) -> None:
+    curve = Curve(tuple(sorted(rates, reverse=True)), (100.0,) * len(rates), 1.0, 0.0, 1.0, shifts)
+    for k in range(1, len(rates) + 1):
+        found = curve.rates_at(k)
+        assert all(a >= b for a, b in pairwise(found))
+        assert all(0 <= rate <= 1 for rate in found)
+        if max(found) < 1:
+            assert 1 + sum(found) == pytest.approx(max(1.0, curve.tau(k).value), abs=1e-6)
 
 
 def test_more_requests_narrow_the_interval() -> None:
