@@ -3,14 +3,16 @@
 python -m benchmarks.funnel_reference --out DIR [--vllm PYTHON | --small]
 
 On the reference engine it is off and n-gram, EAGLE-3 and a draft model (the target's own int4 copy) at K 1-6 and four batch sizes: 76
-cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE-3 at three K and two batch sizes: 14 cells. Each strategy
-is a run of the main job of its own; a directory that holds a finished run is read and not measured again. A cell of the grid has 64
-requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. Costs are those of the trials,
-server starts included: the grid's baseline and search against the funnel's baseline, search and confirmation. The grid's cells are kept
-as `DIR/grid.json`. Servers are compared by E2E p50 over the trace's own batch sizes, which is what the funnel seeks.
+cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE-3 at three K and two batch sizes: 14 cells. A cell of the
+grid has 64 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. The funnel is a run of
+the main job; a directory that holds a finished one is read and not measured again. Costs are of closed loads and server starts: the grid's
+against the funnel's baseline, search and confirmation. The grid's cells are kept as `DIR/grid.json`. Servers are compared by E2E p50 over
+the trace's own batch sizes, which is what the funnel seeks.
 
-A grid measures its cells one after another, on a machine that changes meanwhile, and the best of many cells is partly the luckiest. So in
-the end the funnel's choice is compared side by side with the grid's best servers and off.
+A grid measures its cells one after another, on a machine that changes meanwhile. So on the reference engine, whose servers fit beside each
+other, off and the variants at one K are under load at once, each with the whole machine for a tenth of a second in turn (`turns`). On
+vLLM, whose servers do not, the grid is a run of the main job. The best of many cells is partly the luckiest: in the end the funnel's
+choice is compared side by side with the grid's best server and off.
 
 vLLM gets the trace with every request greedy: on a CPU it misjudges the drafts of every batch in which a request is sampled
 (github.com/vllm-project/vllm/issues/55005, seen in 0.32.0).
@@ -23,19 +25,25 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from backends.files import write_whole
 from backends.types import ServingConfig
-from benchmarks.turns import Part, against, gain, side_by_side
+from benchmarks.turns import Part, against, at_once, gain, side_by_side, warm
 from harness.evidence import batch_shares, weights_of
+from harness.measure import measure, records_table
+from harness.statistics import paired_speedup, paired_throughput
+from harness.store import measurement_fields
 from harness.types import Load
 from workloads.load import load_trace
+from workloads.types import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT_TOKENS = 32
@@ -45,9 +53,10 @@ FULL += ("--draft", "draft_model=self-int4")
 VLLM: tuple[str, ...] = ("--backend", "vllm", "--variants", "off,ngram,eagle3", "--k", "1,3,5", "--batch-sizes", "1,8", *SHORT)
 VLLM_ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
 VLLM += ("--base-args", " ".join(VLLM_ARGS))
-SMALL = ("--variants", "off,ngram", "--k", "1..3", "--batch-sizes", "1,4", "--limit", "40", *SHORT)
+SMALL: tuple[str, ...] = ("--variants", "off,ngram", "--k", "1..3", "--batch-sizes", "1,4", "--limit", "40", *SHORT)
+GRID_REQUESTS = 64
 COUNTS = {
-    "grid": ("--search-requests", "64", "--confirm-requests", "8"),
+    "grid": ("--search-requests", str(GRID_REQUESTS), "--confirm-requests", "8"),
     "funnel": ("--search-requests", "24", "--confirm-requests", "32"),
 }
 NEAR, MOST = 0.05, 1
@@ -75,6 +84,50 @@ def greedy(trace: str, path: Path) -> str:
     return str(path)
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One configuration at one batch size, against off at that batch size: beside it, or earlier in the same run."""
+
+    variant: str
+    k: int
+    batch_size: int
+    tau: float
+    output_tokens_per_s: float
+    throughput: float  # over off's
+    speedup: float  # of E2E p50, over paired requests, as a report has it
+    ci95: list[float] | None
+
+    @classmethod
+    def of(cls, key: Key, measured: Mapping[str, Any], on: pa.Table, off: pa.Table) -> Cell:
+        """From a trial's `metrics` and `speculation`, and its own requests and off's."""
+        speedup = paired_speedup(off, on)
+        rate = measured["metrics"]["output_tokens_per_s"]
+        ci95 = list(speedup.ci95) if speedup.ci95 else None
+        return cls(*key, measured["speculation"]["tau"], rate, paired_throughput(off, on).value, speedup.value, ci95)
+
+
+class Grid(NamedTuple):
+    cells: list[Cell]
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> Grid:
+        kept = json.loads(path.read_text())
+        return cls([Cell(**cell) for cell in kept["cells"]], kept["seconds"])
+
+    def write(self, path: Path) -> None:
+        """One cell a line."""
+        rows = ",\n".join(json.dumps({k: _rounded(v) for k, v in asdict(cell).items()}) for cell in self.cells)
+        write_whole(path, f'{{"seconds": {self.seconds:.1f}, "cells": [\n{rows}\n]}}\n'.encode())
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to five digits."""
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def trials(result: dict[str, Any], *stages: str) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Measured closed-loop trials of the stages, by cell."""
     for trial in result["trials"]:
@@ -94,22 +147,76 @@ def trace_weights(funnel: dict[str, Any], folder: Path) -> dict[int, float]:
     return weights_of(batch_shares(records), sorted({batch for (_, _, batch), _ in trials(funnel, "baseline")}))
 
 
-def gains(grid: dict[str, Any], weights: dict[int, float]) -> dict[Server, float]:
-    """Log speed-up of E2E p50 over the trace's batch sizes for each server that the grid measured; off has 0."""
-    p50 = {key: trial["metrics"]["e2e_s"]["p50"] for key, trial in trials(grid, "baseline", "search")}
-    servers = {(variant, k) for variant, k, _ in p50}
-    return {
-        (variant, k): sum(w * math.log(p50["off", 0, b] / p50[variant, k, b]) for b, w in weights.items())
-        for variant, k in servers
-        if all((variant, k, b) in p50 for b in weights)
+def one_by_one(folder: Path, options: tuple[str, ...], trace: str) -> Grid:
+    """The grid as a run of the main job."""
+    result = run("grid", folder, options, trace)
+    measured = dict(trials(result, "baseline", "search"))
+    tables = {
+        key: pq.read_table(folder / "trials" / f"{trial['number']:04d}" / "requests.parquet") for key, trial in measured.items()
     }
+    cells = [Cell.of(key, measured[key], tables[key], tables["off", 0, key[2]]) for key in measured if key[1]]
+    return Grid(cells, seconds(result, "baseline", "search"))
+
+
+def in_turns(kept: Path, configs: Mapping[Server, ServingConfig], batches: Sequence[int], trace: str) -> Grid:
+    """Off and each variant at one K under load at once, one K after the other. Goes on from what is in `kept`.
+
+    The seconds are what the cells would take alone: of n servers each had an n-th of the time, and off counts once.
+    """
+    known = Grid.read(kept) if kept.exists() else Grid([], 0.0)
+    ks = sorted({k for _, k in configs if k})
+    requests = sample(trace, GRID_REQUESTS)
+    for k in ks:
+        if any(cell.k == k for cell in known.cells):
+            continue
+        cells = []
+        sides = {variant: config for (variant, its), config in configs.items() if its in (0, k)}
+        with side_by_side(sides, command=None, base_args=()) as servers:
+            spent = {name: server.endpoint.startup_s or 0.0 for name, server in servers.items()}
+            parts = [Part(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
+            warm(servers, parts[0])
+            for part, batch in zip(parts, batches, strict=True):
+                runs = dict(zip(servers, at_once(list(servers.values()), part), strict=True))
+                tables = {name: records_table(found.records) for name, found in runs.items()}
+                for name, found in runs.items():
+                    spent[name] += found.wall_s / len(runs)
+                    if name != "off":
+                        measured = measurement_fields(measure(found, part.load))
+                        cells.append(Cell.of((name, k, batch), measured, tables[name], tables["off"]))
+                        print(f"{name} K={k} at {batch}: {cells[-1].speedup:.3f}x, tau {cells[-1].tau:.2f}", flush=True)
+        known = Grid([*known.cells, *cells], known.seconds + sum(spent.values()) - spent["off"] * (1 - 1 / len(ks)))
+        known.write(kept)
+    return known
+
+
+def configs_of(funnel: dict[str, Any]) -> dict[Server, ServingConfig]:
+    """All servers of the grid: off, and the funnel's drafters at every K."""
+    drafters = [ServingConfig.from_dict(row["config"]) for row in funnel["funnel"][0]["acceptance"]]
+    ks = sorted({row["config"]["k"] for row in funnel["predictions"]} - {0})
+    return {OFF: drafters[0].off(), **{(drafter.variant, k): replace(drafter, k=k) for k in ks for drafter in drafters}}
+
+
+def gains(cells: Sequence[Cell], weights: Mapping[int, float]) -> dict[Server, float]:
+    """Log speed-up of E2E p50 over the trace's batch sizes for each server; off has 0."""
+    found: dict[Server, float] = {OFF: 0.0}
+    for cell in cells:
+        at = cell.variant, cell.k
+        found[at] = found.get(at, 0.0) + weights[cell.batch_size] * math.log(cell.speedup)
+    return found
+
+
+def sample(trace: str, count: int) -> list[Request]:
+    """`count` requests of the trace, evenly spaced, each of `OUTPUT_TOKENS`."""
+    everything = load_trace(trace).requests()
+    places = np.linspace(0, len(everything) - 1, min(count, len(everything))).round().astype(int)
+    return [replace(everything[place], index=i, max_tokens=OUTPUT_TOKENS) for i, place in enumerate(places)]
 
 
 def playoff(
-    grid: dict[str, Any],
-    known: dict[Server, float],
+    configs: Mapping[Server, ServingConfig],
+    known: Mapping[Server, float],
     chosen: Server,
-    weights: dict[int, float],
+    weights: Mapping[int, float],
     trace: str,
     engine: tuple[str, ...] | None,
     base_args: tuple[str, ...],
@@ -117,73 +224,40 @@ def playoff(
     """The funnel's choice against the best of `known`, the grid's, side by side, by the same weights; printed."""
     best = sorted(known, key=lambda server: -known[server])
     rivals = [server for server in best if known[best[0]] - known[server] <= NEAR and server != chosen][:MOST]
-    by_server = {key[:2]: ServingConfig.from_dict(trial["config"]) for key, trial in trials(grid, "baseline", "search")}
-    everything = load_trace(trace).requests()
-    some = everything[:: max(len(everything) // PLAYOFF_REQUESTS, 1)]
-    requests = [replace(request, index=i, max_tokens=OUTPUT_TOKENS) for i, request in enumerate(some)]
+    requests = sample(trace, PLAYOFF_REQUESTS)
     parts = [
         Part(Load("closed", "sample", concurrency=batch), requests, weight)
         for batch, weight in weights.items()
         if weight > LEAST_WEIGHT
     ]
-    configs = {f"{variant} K={k}": by_server[variant, k] for variant, k in dict.fromkeys((chosen, *rivals, OFF))}
-    mine, *others = configs
-    with side_by_side(configs, command=engine, base_args=base_args) as servers:
+    sides = {f"{variant} K={k}": configs[variant, k] for variant, k in dict.fromkeys((chosen, *rivals, OFF))}
+    mine, *others = sides
+    with side_by_side(sides, command=engine, base_args=base_args) as servers:
         pairs = against(mine, servers, parts, PLAYOFF_ROUNDS)
     for other in others:
         value, low, high = gain(pairs[other], parts)
         print(f"{mine} against {other}: {value:.3f}x as fast (95 % interval {low:.3f}-{high:.3f})")
 
 
-def cells(grid: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is kept of a grid: each cell's figures."""
-    return [
-        {
-            "variant": variant,
-            "k": k,
-            "batch_size": batch,
-            "e2e_p50_s": round(trial["metrics"]["e2e_s"]["p50"], 4),
-            "output_tokens_per_s": round(trial["metrics"]["output_tokens_per_s"], 2),
-            "tau": trial["speculation"]["tau"] and round(trial["speculation"]["tau"], 4),
-            "speedup": trial["speedup"],
-            "cost_s": round(trial["cost"]["seconds"], 2),
-        }
-        for (variant, k, batch), trial in trials(grid, "baseline", "search")
-    ]
-
-
-def log_gain(folder: Path, on: dict[str, Any], off: dict[str, Any]) -> tuple[float, float]:
-    """Mean log speed-up over the requests that both trials of the run in `folder` served, and half of its 95 % interval."""
-    sides = [
-        pq.read_table(folder / "trials" / f"{t['number']:04d}" / "requests.parquet", columns=["index", "e2e_s"])
-        for t in (on, off)
-    ]
-    fast, plain = (dict(zip(side["index"].to_pylist(), side["e2e_s"].to_pylist(), strict=True)) for side in sides)
-    gains = np.array([math.log(plain[i] / fast[i]) for i in fast if fast[i] and plain.get(i)])
-    return float(gains.mean()), 1.96 * float(gains.std(ddof=1)) / math.sqrt(len(gains))
-
-
-def predictions(funnel: dict[str, Any], grid: dict[str, Any], grid_folder: Path) -> dict[str, float]:
+def predictions(funnel: dict[str, Any], cells: Sequence[Cell]) -> dict[str, float]:
     """What the funnel predicted after its probes against what the grid measured, in cells that the funnel did not measure.
 
     Output tokens/s also over off's: the two runs are an hour apart, and a shared machine is not as fast in both.
     """
-    measured = dict(trials(grid, "baseline", "search"))
+    measured = {(cell.variant, cell.k, cell.batch_size): cell for cell in cells}
     offs = {row["load"]["concurrency"]: row for row in funnel["predictions"] if row["config"]["k"] == 0}
     tau, rate, relative, signs = [], [], [], []
     for row in funnel["predictions"]:
         batch = row["load"]["concurrency"]
-        trial = measured.get((row["config"]["variant"], row["config"]["k"], batch))
-        if trial is None or row["config"]["k"] == 0 or row["measured_in_trial"] is not None:
+        cell = measured.get((row["config"]["variant"], row["config"]["k"], batch))
+        if cell is None or row["measured_in_trial"] is not None:
             continue
-        off, plain = measured["off", 0, batch], offs[batch]
-        error = row["output_tokens_per_s"] / trial["metrics"]["output_tokens_per_s"]
-        tau.append(abs(row["tau"] / trial["speculation"]["tau"] - 1))
-        rate.append(abs(error - 1))
-        relative.append(abs(error * off["metrics"]["output_tokens_per_s"] / plain["output_tokens_per_s"] - 1))
-        gain, half = log_gain(grid_folder, trial, off)
-        if abs(gain) > half:
-            signs.append((plain["e2e_p50_s"] > row["e2e_p50_s"]) == (gain > 0))
+        plain = offs[batch]
+        tau.append(abs(row["tau"] / cell.tau - 1))
+        rate.append(abs(row["output_tokens_per_s"] / cell.output_tokens_per_s - 1))
+        relative.append(abs(row["output_tokens_per_s"] / plain["output_tokens_per_s"] / cell.throughput - 1))
+        if cell.ci95 and not cell.ci95[0] <= 1 <= cell.ci95[1]:
+            signs.append((plain["e2e_p50_s"] > row["e2e_p50_s"]) == (cell.speedup > 1))
     return {
         "cells": len(tau),
         "tau_median_error": float(np.median(tau)),
@@ -207,25 +281,27 @@ def main() -> None:
     options = (*VLLM, "--engine", f"vllm={args.vllm}") if args.vllm else SMALL if args.small else FULL
     args.out.mkdir(parents=True, exist_ok=True)
     trace = greedy(args.trace, args.out / "greedy.jsonl") if args.vllm else args.trace
-    grid = run("grid", args.out / "grid", options, trace)
-    (args.out / "grid.json").write_text(json.dumps(cells(grid), indent=1) + "\n")
     funnel = run("funnel", args.out / "funnel", options, trace)
     weights = trace_weights(funnel, args.out / "funnel")
     print("weights of the batch sizes:", {batch: round(weight, 3) for batch, weight in weights.items()})
-    known = gains(grid, weights)
+    configs = configs_of(funnel)
+    if args.vllm:
+        grid = one_by_one(args.out / "grid", options, trace)
+        grid.write(args.out / "grid.json")
+    else:
+        grid = in_turns(args.out / "grid.json", configs, sorted(weights), trace)
+    known = gains(grid.cells, weights)
     best = max(known, key=lambda server: known[server])
     winner = funnel["funnel"][0]["confirmation"]["winner"]
     chosen = (winner["variant"], winner["k"])
     search_s = seconds(funnel, "baseline", "search")
     cost = search_s + seconds(funnel, "confirm", "confirm2", "confirm3", "baseline_last")
-    grid_s = seconds(grid, "baseline", "search")
-    print(f"grid: {len(known)} servers, best {best[0]} K={best[1]} ({math.exp(known[best]):.3f}x), {grid_s:.0f} s")
-    if chosen in known:
-        print(f"funnel: {chosen[0]} K={chosen[1]}, {math.expm1(known[best] - known[chosen]):.2%} slower than the grid's best")
-    print(f"funnel's time: {cost / grid_s:.1%} of the grid's, {search_s / grid_s:.1%} before the confirmation")
-    for name, value in predictions(funnel, grid, args.out / "grid").items():
+    print(f"grid: {len(known)} servers, best {best[0]} K={best[1]} ({math.exp(known[best]):.3f}x), {grid.seconds:.0f} s")
+    print(f"funnel: {chosen[0]} K={chosen[1]}, {math.expm1(known[best] - known[chosen]):.2%} slower than the grid's best")
+    print(f"funnel's time: {cost / grid.seconds:.1%} of the grid's, {search_s / grid.seconds:.1%} before the confirmation")
+    for name, value in predictions(funnel, grid.cells).items():
         print(f"{name}: {value:.4g}")
-    playoff(grid, known, chosen, weights, trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
+    playoff(configs, known, chosen, weights, trace, (args.vllm,) if args.vllm else None, VLLM_ARGS if args.vllm else ())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Servers of several configurations on one CPU, compared in pairs under the same load at the same time.
+"""Servers of several configurations on one CPU, compared under the same load at the same time.
 
-A shared host changes its speed from minute to minute by more than what is to be seen, so loads one after the other do not compare. Both
-servers of a pair are under load at once, and each has the whole machine for a tenth of a second in turn while the other is stopped. Times
-are about twice what they are alone; their ratios are those of servers that have the machine to themselves, at an arrival rate twice as
-high as the one sent.
+A shared host changes its speed from minute to minute by more than what is to be seen, so loads one after the other do not compare. All
+servers are under load at once, and each has the whole machine for a tenth of a second in turn while the others are stopped. Times of n
+servers are about n times what they are alone; their ratios are those of servers that have the machine to themselves, at an arrival rate
+n times as high as the one sent.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ def side_by_side(
 def against(mine: str, servers: Mapping[str, Server], parts: Sequence[Part], rounds: int) -> dict[str, Pair]:
     """The server `mine` and each other one on every part, `rounds` times."""
     others = [name for name in servers if name != mine]
-    for server in servers.values():
-        uvloop.run(warm_up(server.endpoint, parts[0].requests[:8], parts[0].load, ReplayOptions()))
+    warm(servers, parts[0])
     rows: dict[str, list[list[list[float]]]] = {name: [] for name in others}  # name -> [round][side][request]
     for number in range(rounds):
         for name in others:
-            found = [uvloop.run(_both((servers[mine], servers[name]), part)) for part in parts]
+            found = [[_e2e(run, part) for run in at_once((servers[mine], servers[name]), part)] for part in parts]
             own, theirs = ([e2e_s for part in found for e2e_s in part[side]] for side in (0, 1))
             rows[name].append([own, theirs])
             print(f"round {number + 1}: mean E2E {np.mean(own):.2f} s, {name}: {np.mean(theirs):.2f} s", flush=True)
@@ -96,14 +95,23 @@ def gain(pair: Pair, parts: Sequence[Part]) -> tuple[float, float, float]:
     return math.exp(value), math.exp(value - half), math.exp(value + half)
 
 
-async def _both(servers: tuple[Server, Server], part: Part) -> list[list[float]]:
-    """E2E of the part's requests on each server, none of which has them in its prefix cache."""
+def warm(servers: Mapping[str, Server], part: Part) -> None:
+    for server in servers.values():
+        uvloop.run(warm_up(server.endpoint, part.requests[:8], part.load, ReplayOptions()))
+
+
+def at_once(servers: Sequence[Server], part: Part) -> list[Replay]:
+    """The part's load on all of them, none of which has its prompts in the prefix cache."""
+    return uvloop.run(_at_once(servers, part))
+
+
+async def _at_once(servers: Sequence[Server], part: Part) -> list[Replay]:
     for server in servers:
         await empty_prefix_cache(server.endpoint)
     slicing = asyncio.ensure_future(_take_turns([server.pid for server in servers]))
     try:
         loads = [replay(server.endpoint, part.requests, part.load, ReplayOptions()) for server in servers]
-        return [_e2e(run, part) for run in await asyncio.gather(*loads)]
+        return await asyncio.gather(*loads)
     finally:
         slicing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -111,17 +119,19 @@ async def _both(servers: tuple[Server, Server], part: Part) -> list[list[float]]
 
 
 async def _take_turns(pids: Sequence[int]) -> None:
-    """Let one of two processes run, with its children, for `SLICE_S`, then the other, until cancelled."""
+    """Let each process in turn run, with its children, for `SLICE_S` while the others are stopped, until cancelled."""
     trees = [[process, *process.children(recursive=True)] for process in map(psutil.Process, pids)]
+    everything = list(itertools.chain(*trees))
     try:
-        for running, waiting in itertools.cycle((trees, trees[::-1])):
-            for process in waiting:
-                process.suspend()
+        for running in itertools.cycle(trees):
+            for process in everything:
+                if process not in running:
+                    process.suspend()
             for process in running:
                 process.resume()
             await asyncio.sleep(SLICE_S)
     finally:
-        for process in itertools.chain(*trees):
+        for process in everything:
             process.resume()
 
 
