@@ -4,8 +4,9 @@ What decides (unless objectives are named): E2E p50 at the trace's own load must
 weighted by the trace's own batch sizes, must not be worse. With too few replays for an open-loop interval, closed loop at the batch
 size nearest to the trace's mean decides p50; a p95 without an interval is "not tested" and does not block.
 
-A step with speculation is no cheaper than one without, so the speed-up is at most tau. Where hardly a draft token is accepted this
-decides, whatever the times say: they can show no more than what the machine did meanwhile.
+A step with speculation is no cheaper than one without, so throughput rises by tau at most. Where hardly a draft token is accepted this
+decides, whatever the times say: they can show no more than what the machine did meanwhile. And where throughput rose by more than tau,
+the machine was slower while off was measured, nobody knows by how much, and nothing is decided.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class BatchEvidence:
         if self.tau is None or not self.tpot_off_s or self.tpot_on_s is None:
             return None
         return self.tau * self.tpot_on_s / self.tpot_off_s
+
+    @property
+    def beyond_tau(self) -> float:
+        """Least factor by which throughput rose more than tau allows; 1 or less where it did not, or not beyond its interval."""
+        return self.throughput.ci95[0] / self.tau if self.throughput.ci95 and self.tau else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,8 @@ METRIC_NAMES = {
     "goodput": "goodput",
     "cost": "cost per token",
 }
+IMPOSSIBLE = 1.05
+"""`BatchEvidence.beyond_tau` from which on the times are not believed: an interval knows nothing of a machine that changes."""
 SAID_DRIFT = 1.005
 """Drift from which on the reasons mention it; a smaller one is in the intervals all the same."""
 
@@ -182,6 +190,8 @@ def judge(evidence: Evidence) -> Judgement:
     verdict: Verdict
     if _is_dead(evidence):
         verdict = "skip"
+    elif _impossible(evidence):
+        verdict = "no_clear_winner"
     elif wins and losses and max(wins) < min(losses):
         verdict = "enable_below_batch"
         below = math.ceil(break_even["value"]) if break_even["value"] else min(losses)
@@ -267,6 +277,13 @@ def _reasons(
             f"Hardly a draft token is accepted: at most {evidence.largest_tau:.3f} tokens per step. A step with speculation is no "
             "cheaper than one without, so nothing can be gained; what the times below differ by is the machine or a loss.",
         )
+    if row := _impossible(evidence):
+        lines.insert(
+            0,
+            f"Throughput rose {row.throughput.text()} at batch size {row.batch_size}, with tau at {row.tau:.2f}: more than the "
+            f"accepted tokens allow. So the machine was slower while off was measured, by a factor of {row.beyond_tau:.2f} at least; "
+            "measure again on a machine that does nothing else.",
+        )
     if deciding.tau is not None:
         line = f"Acceptance length tau is {deciding.tau:.2f} tokens per step"
         if deciding.drafted_share is not None and deciding.drafted_share < 0.99 and deciding.tau_drafted is not None:
@@ -288,6 +305,12 @@ def _reasons(
 
 def _is_dead(evidence: Evidence) -> bool:
     return evidence.largest_tau is not None and evidence.largest_tau < DEAD_TAU
+
+
+def _impossible(evidence: Evidence) -> BatchEvidence | None:
+    """The batch size at which times and acceptance contradict each other most, if any."""
+    worst = max(evidence.by_batch, key=lambda row: row.beyond_tau)
+    return worst if worst.beyond_tau > IMPOSSIBLE else None
 
 
 def _drift_reason(drift: float) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ def summary(decision: Mapping[str, Any], any_measured: bool) -> str:
     speedup = decision["speedup"]
     if not any_measured:
         return "No trial completed, so nothing was measured; the trial table below gives the cause of each failure."
-    if decision["verdict"] == "skip" and not _tells_apart(speedup):
+    if (decision["verdict"], _tells_apart(speedup)) in (("skip", False), ("no_clear_winner", True)):
         return str(decision["reasons"][0])  # acceptance, a limit, or throughput decided
     if speedup is None or speedup["value"] is None:
         return "There is no speed-up to show; the reasons below say what is missing."
@@ -212,7 +212,7 @@ def certainty(run: RunData, decision: Mapping[str, Any], pairs: list[Pair]) -> l
     lines: list[str] = []
     speedup = decision["speedup"]
     if speedup and speedup["value"] is not None:
-        lines.append(_interval_sentence(speedup))
+        lines.append(_interval_sentence(speedup, decision["verdict"]))
     if pairs:
         counts = sorted({p.on["metrics"]["requests"]["completed"] for p in pairs})
         requests = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
@@ -234,11 +234,12 @@ def certainty(run: RunData, decision: Mapping[str, Any], pairs: list[Pair]) -> l
     return lines
 
 
-def _interval_sentence(speedup: Mapping[str, Any]) -> str:
+def _interval_sentence(speedup: Mapping[str, Any], verdict: str) -> str:
     ci = speedup["ci95"]
     if ci is None:
         return "The deciding speed-up has no interval: too few requests."
     if not _tells_apart(speedup):
         return f"The deciding interval, {interval(ci, factor)}, includes 1: by it either could be faster."
     side = "above" if ci[0] > 1 else "below"
-    return f"The whole deciding interval, {interval(ci, factor)}, lies {side} 1."
+    but = ", but times and acceptance contradict each other" if verdict == "no_clear_winner" else ""
+    return f"The whole deciding interval, {interval(ci, factor)}, lies {side} 1{but}."

@@ -45,6 +45,20 @@ def test_a_drafter_of_which_nothing_is_accepted_is_skip_whatever_the_times_say(i
     assert judge(half_known).verdict == judge(world(at(1, *interval), at(4, *interval))).verdict
 
 
+def test_a_throughput_that_rises_by_more_than_tau_decides_nothing() -> None:
+    """A step with speculation is no cheaper than one without: the machine was slower while off was measured."""
+    impossible = world(replace(at(1, 2.3, 2.9), tau=1.4), at(4, 1.1, 1.2))
+    found = judge(impossible)
+    assert found.verdict == "no_clear_winner"
+    assert "at batch size 1, with tau at 1.40" in found.reasons[0]
+    assert "by a factor of 1.64 at least" in found.reasons[0]
+    assert found.k_by_batch_size == ()
+    unsure = world(replace(at(1, 1.4, 4.7), tau=1.4), at(4, 1.1, 1.2))  # its interval holds what tau allows
+    assert judge(unsure).verdict == "enable"
+    uneven = world(replace(at(1, 2.3, 2.9, throughput=(1.2, 1.4)), tau=1.4))  # a median may gain more than the mean
+    assert judge(uneven).verdict == "enable"
+
+
 def test_better_below_and_worse_above_is_enable_below_the_crossing() -> None:
     # log speed-up falls from log 2 at batch 1 to -log 2 at batch 16: it crosses 0 at the middle on the log scale, 4.
     found = judge(world(at(1, 1.9, 2 * 2 / 1.9), at(16, 0.475, 0.25 / 0.475), mean_batch=1.0, schedule=((1, 4), (16, 4))))
