@@ -1,8 +1,9 @@
 """Worlds of known truth for `benchmarks.funnel`: what the funnel must find its way through, with effects that its own model lacks.
 
 Beyond what the funnel's fit knows, a world may have CUDA-graph sizes with a cliff behind the last of them, too small a KV cache
-(preemption), prefix-cache hits that are lost with a draft, acceptance that falls with context and drifts along the trace, step noise
-with stalls, servers that differ from start to start, a machine that drifts and one that is slow for some minutes.
+(preemption), prefix-cache hits that are lost with a draft, acceptance that falls with context and drifts along the trace, step noise with
+stalls, servers that differ from start to start, a machine that drifts and one that is slow for some minutes. Acceptance at a small K is
+better than the rates of a large one say, by an amount that differs from drafter to drafter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ FAMILIES = {
 STARTUP_S = {"8B": 60.0, "70B": 150.0, "MoE": 80.0}  # weights from disk, compilation, graph capture
 CONTEXTS, PHASES = 3, 3  # acceptance by thirds of the context lengths and of the trace
 BLOCK_TOKENS = 16
+STRETCH = {True: (0.15, 0.38), False: (0.0, 0.08)}  # of n-gram and of the others; `backends.simulated.world.Draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,11 @@ def make_world(seed: int) -> BenchWorld:
     step_s = base.target.fixed_s + base.target.weights_s + base.target.expert_weights_s * 0.5
     luck = rng.uniform(0.55, 1.15)  # a workload that is easy or hard for every drafter
     tried = sorted(rng.choice(VARIANTS, TRIED, replace=False).tolist())
-    drafts = {variant: _draft(rng, variant, luck, step_s) for variant in tried}
+    text = np.random.default_rng([seed, 2026, 1])
+    drafts = {
+        variant: replace(_draft(rng, variant, luck, step_s), stretch=text.uniform(*STRETCH[variant == "ngram"]))
+        for variant in tried
+    }
     requests = _trace(rng, step_s)
     tokens = [r.input_tokens + r.output_tokens for r in requests]
     capacity = max(base.limits.kv_capacity_tokens, 200_000)  # a 70B model has a second GPU where one leaves it no cache

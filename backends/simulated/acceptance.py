@@ -50,7 +50,7 @@ class Acceptance:
         self._scores = np.empty(0)
         self._next = 0
         if draft is not None:
-            self._thresholds = {name: np.sort(ndtri(np.array(rates[:k]))) for name, rates in draft.position_rates.items()}
+            self._thresholds = {name: np.sort(ndtri(np.array(draft.rates(k, name)))) for name in draft.position_rates}
             self._draft_threshold = ndtri(draft.draft_rate)
             self._own, self._shared = np.sqrt(1.0 - draft.dispersion), np.sqrt(draft.dispersion)
 
@@ -79,9 +79,9 @@ class ExpectedAcceptance:
     """No luck: every request takes the number of steps that is expected of it, and which draft tokens are accepted is not told."""
 
     def __init__(self, draft: Draft | None, k: int) -> None:
-        rates = draft.position_rates if draft else {DEFAULT_CATEGORY: ()}
+        rates = {name: draft.rates(k, name) for name in draft.position_rates} if draft else {DEFAULT_CATEGORY: ()}
         dispersion = draft.dispersion if draft else 0.0
-        self._steps_per_token = {name: expected_steps_per_token(found[:k], dispersion) for name, found in rates.items()}
+        self._steps_per_token = {name: expected_steps_per_token(found, dispersion) for name, found in rates.items()}
 
     def steps(self, tokens: int, category: str | None) -> Steps:
         """Steps that emit `tokens` tokens, at least one if there are any."""

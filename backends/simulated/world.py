@@ -45,6 +45,9 @@ class Draft:
     as an expectation over requests. `dispersion` (0..1) is how much of a step's luck belongs to its request: the normal score
     of a step is √d · (the request's) + √(1−d) · (the step's own), so the marginal rates hold for any d. Pooled over steps they
     come out lower where d > 0, because an unlucky request needs more steps for the same tokens.
+
+    The rates are those at the largest K. At a smaller K steps begin at other places in the text, and more of a stretch that is easy to
+    draft is accepted: log τ(K) is that of the first K rates and `stretch` · log τ(K_max) · (1 − K ÷ K_max).
     """
 
     position_rates: Mapping[str, tuple[float, ...]]  # by request category; "default" for the others
@@ -54,6 +57,7 @@ class Draft:
     step_fixed_s: float = 0.0  # added to every step with a draft
     pass_s: float = 0.0  # one draft pass: launch and weights
     draft_token_s: float = 0.0  # for each sequence and position
+    stretch: float = 0.0  # n-gram on real text 0.2 to 0.35, a model's draft 0.02 to 0.05
 
     def __post_init__(self) -> None:
         if DEFAULT_CATEGORY not in self.position_rates:
@@ -63,6 +67,16 @@ class Draft:
                 raise ValueError(f"position_rates of '{category}' must lie in 0..draft_rate")
             if any(later > earlier for earlier, later in pairwise(rates)):
                 raise ValueError(f"position_rates of '{category}' must not increase: they are marginal")
+
+    def rates(self, k: int, category: str = DEFAULT_CATEGORY) -> tuple[float, ...]:
+        """Marginal rates of the first `k` positions when `k` tokens are drafted."""
+        deepest = self.position_rates[category]
+        first, gained = deepest[:k], math.fsum(deepest[:k])
+        if not self.stretch or not gained:
+            return first
+        excess = self.stretch * math.log1p(math.fsum(deepest)) * (1 - k / len(deepest))
+        by = ((1 + gained) * math.exp(excess) - 1) / gained
+        return tuple(min(rate * by, self.draft_rate) for rate in first)
 
     def cost_s(self, batch: int, k: int) -> float:
         """Seconds of one draft for `batch` sequences."""
@@ -156,7 +170,7 @@ def step_cost(world: World, variant: str, k: int, *, batch: int, prefill_tokens:
 
 def expected_tau(draft: Draft, k: int, category: str = DEFAULT_CATEGORY) -> float:
     """1 + Σ m_i: tokens per decode step, in expectation over requests."""
-    return 1.0 + math.fsum(draft.position_rates[category][:k])
+    return 1.0 + math.fsum(draft.rates(k, category))
 
 
 _ADAPTER = pydantic.TypeAdapter(World)

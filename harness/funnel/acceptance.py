@@ -2,18 +2,21 @@
 drafter are pooled.
 
 A chain drafter's first positions do not know how many follow: position rates m_i of a load at K_max give τ(K) = 1 + Σ_{i≤K} m_i.
-That is nearly exact: steps of a smaller K begin at other places in the text, more often within a stretch that is easy to draft, and
-gain some per cent. So a K with loads of its own has their τ, as far as they are sure of it, and the K beside it a part of the
-difference. Trees and parallel drafters draft differently for each K: their rates hold at the K that was measured, and elsewhere only
-within `PARALLEL_SD`.
+That is nearly exact for drafters that are models. But steps of a smaller K begin at other places in the text: a stretch that is easy to
+draft is cut into more steps, so τ(K) is larger than the rates of K_max say, for n-gram by a tenth. Measured and recorded texts follow
+
+    log τ(K) = log(1 + Σ_{i≤K} m_i) + stretch · log τ(K_max) · (1 − K ÷ K_max)
+
+with a stretch that depends on the drafter and the text; loads at several K show it, and before that `STRETCH` is what others had. Trees
+and parallel drafters draft differently for each K: their rates hold at the K that was measured, and elsewhere only within `PARALLEL_SD`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,8 +28,10 @@ from harness.statistics import Estimate
 PARALLEL_VARIANTS = frozenset({"p_eagle", "dflash", "dspark"})
 PARALLEL_SD = 0.03
 """Relative uncertainty of τ when K is doubled or halved from the one measured, for drafters whose draft depends on K."""
-BEGIN_SD = 0.03
-"""Relative difference between τ at one K and what position rates of other K say."""
+LOOKUPS = frozenset({"ngram", "suffix"})
+STRETCH = {True: (0.27, 0.08), False: (0.04, 0.03)}
+"""Mean and standard deviation of the stretch: of lookups and of other drafters. n-gram on six kinds of text that SmolLM2-135M answered
+or people wrote: 0.18 to 0.35; its EAGLE-3 head 0.05, a quantized copy 0.02."""
 
 DraftKey = tuple[str, str | None, str, int, int | None]
 
@@ -47,27 +52,24 @@ class Curve:
     rates: tuple[float, ...]
     steps: tuple[float, ...]  # decode steps behind each rate; inf: exact
     inflation: float  # variance of accepted tokens over requests ÷ that of independent steps
-    gap: float  # |τ(K_small) measured − as the rates say|, 0 where not checked
+    gap: float  # |τ(K_small) measured − as the curve says|, 0 where not checked
     drafted_share: float
-    shifts: Mapping[int, float] = field(default_factory=dict)  # by K with loads of its own: log(their τ ÷ as the rates say)
+    stretch: float = 0.0
+    stretch_sd: float = 0.0
 
     def tau(self, k: int) -> Estimate:
-        """τ at K with its 95 % interval (delta method on the ratio accepted ÷ steps, joined with the gap).
+        """τ at K with its 95 % interval (delta method on the ratio accepted ÷ steps, joined with stretch and gap).
 
         Raises:
             ValueError: no load had that many positions.
         """
         if k > len(self.rates):
             raise ValueError(f"position rates are known up to {len(self.rates)}, not {k}")
-        value = max(1.0, (1.0 + math.fsum(self.rates[:k])) * math.exp(self._shift(k)))
-        half = 1.96 * math.sqrt(self.inflation * _variance(self.rates[:k]) / self.steps[k - 1])
-        half += 0.0 if k in self.shifts else self.gap
+        reach = math.log1p(math.fsum(self.rates)) * (1 - k / len(self.rates))
+        value = min((1.0 + math.fsum(self.rates[:k])) * math.exp(self.stretch * reach), k + 1.0)
+        variance = self.inflation * _variance(self.rates[:k]) / self.steps[k - 1] + (self.stretch_sd * reach * value) ** 2
+        half = 1.96 * math.sqrt(variance) + self.gap
         return Estimate(value, (max(1.0, value - half), min(k + 1.0, value + half)))
-
-    def _shift(self, k: int) -> float:
-        """Between those of the K that were measured; none at K = 0."""
-        ks = sorted(self.shifts)
-        return float(np.interp(k, [0, *ks], [0.0, *(self.shifts[i] for i in ks)]))
 
     def rates_at(self, k: int) -> tuple[float, ...]:
         """Marginal rates of the first `k` positions that never rise and add up to τ(K) − 1, as far as rates of 1 allow."""
@@ -94,33 +96,60 @@ def _variance(rates: Sequence[float]) -> float:
 
 
 def from_loads(loads: Sequence[Observation]) -> Curve:
-    """The curve of one drafter on one workload from all its loads, pooled by decode steps."""
-    ks = sorted({load.config.k for load in loads})
-    deepest = ks[-1]
-    steps = [sum(load.decode_steps for load in loads if load.config.k > i) for i in range(deepest)]
-    rates = [sum(_rate(load, i) * load.decode_steps for load in loads if load.config.k > i) / steps[i] for i in range(deepest)]
-    rates = list(np.minimum.accumulate(rates))  # marginal rates never rise; pooling over different K may say otherwise
-    smallest = min(loads, key=lambda load: load.config.k)
-    gap = 0.0
-    if smallest.config.k < deepest:
-        deep = [load for load in loads if load.config.k > smallest.config.k]
-        others = sum(load.decode_steps for load in deep)
-        expected = sum(sum(load.position_rates[: smallest.config.k]) * load.decode_steps for load in deep) / others
-        noise = math.sqrt(_variance(rates[: smallest.config.k]) * (1 / others + 1 / smallest.decode_steps))
-        gap = max(0.0, abs(smallest.tau - 1.0 - expected) - 1.96 * noise)
-    share = sum(load.drafted_share * load.decode_steps for load in loads) / sum(load.decode_steps for load in loads)
+    """The curve of one drafter on one workload from all its loads, pooled by decode steps as if all had the largest K."""
     inflation = _inflation(loads)
-    shifts = {k: _shift_of([load for load in loads if load.config.k == k], rates, inflation) for k in ks} if len(ks) > 1 else {}
-    return Curve(tuple(rates), tuple(steps), inflation, gap, share, shifts)
+    deepest = max(load.config.k for load in loads)
+    reach = math.log(_tau([load for load in loads if load.config.k == deepest]))
+    smaller = sorted({load.config.k for load in loads} - {deepest})
+    readings = [_against_deeper(loads, k) for k in smaller]
+    slopes = [reach * reading.further / deepest for reading in readings]
+    mean, sd = STRETCH[loads[0].config.variant in LOOKUPS]
+    precision, weighted = 1 / sd**2, mean / sd**2
+    for reading, slope in zip(readings, slopes, strict=True):
+        precision += slope**2 / (inflation * reading.variance)
+        weighted += slope * reading.excess / (inflation * reading.variance)
+    stretch = max(weighted / precision, 0.0)
+
+    scales = [_as_deepest(load.tau, stretch * reach * (1 - load.config.k / deepest)) for load in loads]
+    steps, rates = [], []
+    for i in range(deepest):
+        here = [(load.decode_steps, _rate(load, i) * by) for load, by in zip(loads, scales, strict=True) if load.config.k > i]
+        steps.append(sum(count for count, _ in here))
+        rates.append(sum(count * rate for count, rate in here) / steps[i])
+    rates = list(np.minimum.accumulate(rates))  # marginal rates never rise; pooling over different K may say otherwise
+    gap = 0.0
+    if readings:
+        beyond = abs(readings[0].excess - stretch * slopes[0]) - 1.96 * math.sqrt(readings[0].variance)
+        gap = max(0.0, beyond) * _tau([load for load in loads if load.config.k == smaller[0]])
+    share = sum(load.drafted_share * load.decode_steps for load in loads) / sum(load.decode_steps for load in loads)
+    return Curve(tuple(rates), tuple(steps), inflation, gap, share, stretch, 1 / math.sqrt(precision))
 
 
-def _shift_of(loads: Sequence[Observation], rates: Sequence[float], inflation: float) -> float:
-    """What loads of one K say beyond the pooled rates, shrunk by their own uncertainty."""
-    k = loads[0].config.k
+class _Reading(NamedTuple):
+    excess: float  # log(τ at a K ÷ as the rates of larger K say)
+    further: float  # mean K of those, less this K
+    variance: float  # of the excess, if steps were independent
+
+
+def _against_deeper(loads: Sequence[Observation], k: int) -> _Reading:
+    own, deep = [load for load in loads if load.config.k == k], [load for load in loads if load.config.k > k]
+    counts = np.array([load.decode_steps for load in deep])
+    rates = np.average([[_rate(load, i) for i in range(k)] for load in deep], axis=0, weights=counts).tolist()
+    expected = 1.0 + math.fsum(rates)
+    further = float(np.average([load.config.k for load in deep], weights=counts)) - k
+    variance = _variance(rates) / expected**2 * float(1 / counts.sum() + 1 / sum(load.decode_steps for load in own))
+    return _Reading(math.log(_tau(own) / expected), further, max(variance, 1e-9))
+
+
+def _tau(loads: Sequence[Observation]) -> float:
+    """Tokens by steps."""
     steps = sum(load.decode_steps for load in loads)
-    tau = sum(load.tau * load.decode_steps for load in loads) / steps
-    variance = inflation * _variance(rates[:k]) / steps / tau**2
-    return math.log(tau / (1.0 + math.fsum(rates[:k]))) * BEGIN_SD**2 / (BEGIN_SD**2 + variance)
+    return sum(load.tau * load.decode_steps for load in loads) / steps
+
+
+def _as_deepest(tau: float, excess: float) -> float:
+    """What rates whose sum is `tau` − 1 are to be multiplied by to lose `excess` of log τ."""
+    return max(tau * math.exp(-excess) - 1, 0.0) / (tau - 1) if tau > 1 else 1.0
 
 
 def from_recorded(parts: Sequence[Acceptance]) -> Curve:

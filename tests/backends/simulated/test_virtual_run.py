@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.simulated.acceptance import Acceptance
+from backends.simulated.acceptance import Acceptance, expected_steps_per_token
 from backends.simulated.scheduler import Scheduler
 from backends.simulated.virtual import SimulatedRequest, SimulatedRun, simulate
 from backends.simulated.world import Draft, Limits, Noise, TargetCost, World, expected_tau, step_cost, with_limits
@@ -97,6 +98,18 @@ def test_tau_is_one_plus_the_position_rates_in_every_category() -> None:
         assert counters.tau == pytest.approx(tau, rel=0.01)
         assert counters.tau_drafted == pytest.approx(tau, rel=0.01)
         assert counters.draft_tokens == 3 * counters.decode_steps
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_stretch_makes_small_k_better_than_the_rates_of_the_largest_say(k: int) -> None:
+    draft = replace(WORLD.drafts["draft_model"], stretch=0.1)
+    plain = 1 + sum(RATES[:k])
+    truth = expected_tau(draft, k)
+    assert math.log(truth / plain) == pytest.approx(0.1 * math.log(1 + sum(RATES)) * (1 - k / 3))
+    work = [SimulatedRequest(0.0, 10, 400)] * 100
+    counters = simulate(replace(WORLD, drafts={"draft_model": draft}), work, variant="draft_model", k=k, concurrency=4).counters
+    assert counters.tau == pytest.approx(truth, rel=0.02)
+    assert expected_steps_per_token(draft.rates(k), 0.0) == pytest.approx(1 / truth)
 
 
 def test_steps_without_a_draft_count_for_tau_and_not_for_tau_drafted() -> None:

@@ -128,6 +128,7 @@ def test_prefix_hits_that_a_drafter_loses_make_its_prediction_slower() -> None:
     search.loads = [replace(load, prefix_hit_rate=0.6) for load in search.loads]
     search.workloads = [replace(search.workloads[0], prefix_hit_rate=0.6)]
     search.run()
+    search.learn([])  # predictions from all loads
     cost, curve = search.cost, search.curve(draft_key(on("eagle3", 3)), "t")
     kept, lost = (predict(on("eagle3", 3), 4, search.workloads[0], cost, curve, kept_hits=share) for share in (1.0, 0.5))
     assert search.grid[on("eagle3", 3), 4, "t"] == lost
