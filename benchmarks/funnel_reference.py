@@ -4,7 +4,7 @@ python -m benchmarks.funnel_reference --out DIR [--vllm PYTHON | --small]
 
 On the reference engine it is off and n-gram, EAGLE-3 and a draft model (the target's own int4 copy) at K 1-6 and four batch sizes: 76
 cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE-3 at three K and two batch sizes: 14 cells. A cell of the
-grid has 64 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. The funnel is a run of
+grid has 40 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. The funnel is a run of
 the main job; a directory that holds a finished one is read and not measured again. Costs are of closed loads and server starts: the grid's
 against the funnel's baseline, search and confirmation. The grid's cells are kept as `DIR/grid.json`. Servers are compared by E2E p50 over
 the trace's own batch sizes, which is what the funnel seeks.
@@ -33,13 +33,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from scipy import stats
 
 from backends.files import write_whole
+from backends.process import Server as Process
 from backends.types import ServingConfig
 from benchmarks.turns import Part, against, at_once, gain, side_by_side, warm
 from harness.evidence import batch_shares, weights_of
 from harness.measure import measure, records_table
-from harness.statistics import paired_speedup, paired_throughput
+from harness.replay import Replay
+from harness.statistics import column, common_rows, paired_speedup, paired_throughput
 from harness.store import measurement_fields
 from harness.types import Load
 from workloads.load import load_trace
@@ -54,7 +57,7 @@ VLLM: tuple[str, ...] = ("--backend", "vllm", "--variants", "off,ngram,eagle3", 
 VLLM_ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
 VLLM += ("--base-args", " ".join(VLLM_ARGS))
 SMALL: tuple[str, ...] = ("--variants", "off,ngram", "--k", "1..3", "--batch-sizes", "1,4", "--limit", "40", *SHORT)
-GRID_REQUESTS = 64
+GRID_REQUESTS = 40
 COUNTS = {
     "grid": ("--search-requests", str(GRID_REQUESTS), "--confirm-requests", "8"),
     "funnel": ("--search-requests", "24", "--confirm-requests", "32"),
@@ -95,15 +98,17 @@ class Cell:
     output_tokens_per_s: float
     throughput: float  # over off's
     speedup: float  # of E2E p50, over paired requests, as a report has it
-    ci95: list[float] | None
+    log_gain: float  # mean log speed-up of the paired requests
+    log_gain_half: float  # of its 95 % interval
 
     @classmethod
     def of(cls, key: Key, measured: Mapping[str, Any], on: pa.Table, off: pa.Table) -> Cell:
         """From a trial's `metrics` and `speculation`, and its own requests and off's."""
-        speedup = paired_speedup(off, on)
-        rate = measured["metrics"]["output_tokens_per_s"]
-        ci95 = list(speedup.ci95) if speedup.ci95 else None
-        return cls(*key, measured["speculation"]["tau"], rate, paired_throughput(off, on).value, speedup.value, ci95)
+        rates = measured["metrics"]["output_tokens_per_s"], paired_throughput(off, on).value
+        plain, fast = (column(table, "e2e_s") for table in common_rows((off, on), "e2e_s"))
+        gains = np.log(plain / fast)
+        half = float(stats.t.ppf(0.975, len(gains) - 1) * stats.sem(gains))
+        return cls(*key, measured["speculation"]["tau"], *rates, paired_speedup(off, on).value, float(gains.mean()), half)
 
 
 class Grid(NamedTuple):
@@ -161,7 +166,7 @@ def one_by_one(folder: Path, options: tuple[str, ...], trace: str) -> Grid:
 def in_turns(kept: Path, configs: Mapping[Server, ServingConfig], batches: Sequence[int], trace: str) -> Grid:
     """Off and each variant at one K under load at once, one K after the other. Goes on from what is in `kept`.
 
-    The seconds are what the cells would take alone: of n servers each had an n-th of the time, and off counts once.
+    The seconds are each server's own: what the cells would take alone, with off measured once.
     """
     known = Grid.read(kept) if kept.exists() else Grid([], 0.0)
     ks = sorted({k for _, k in configs if k})
@@ -176,10 +181,10 @@ def in_turns(kept: Path, configs: Mapping[Server, ServingConfig], batches: Seque
             parts = [Part(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
             warm(servers, parts[0])
             for part, batch in zip(parts, batches, strict=True):
-                runs = dict(zip(servers, at_once(list(servers.values()), part), strict=True))
+                runs = dict(zip(servers, complete(list(servers.values()), part), strict=True))
                 tables = {name: records_table(found.records) for name, found in runs.items()}
                 for name, found in runs.items():
-                    spent[name] += found.wall_s / len(runs)
+                    spent[name] += found.wall_s
                     if name != "off":
                         measured = measurement_fields(measure(found, part.load))
                         cells.append(Cell.of((name, k, batch), measured, tables[name], tables["off"]))
@@ -187,6 +192,16 @@ def in_turns(kept: Path, configs: Mapping[Server, ServingConfig], batches: Seque
         known = Grid([*known.cells, *cells], known.seconds + sum(spent.values()) - spent["off"] * (1 - 1 / len(ks)))
         known.write(kept)
     return known
+
+
+def complete(servers: Sequence[Process], part: Part) -> list[Replay]:
+    """The part on all servers, again where the counts of one could not be read."""
+    while True:
+        runs = at_once(servers, part)
+        lost = [run.invalid for run in runs if run.counters is None or run.invalid]
+        if not lost:
+            return runs
+        print(f"once more: {lost}", flush=True)
 
 
 def configs_of(funnel: dict[str, Any]) -> dict[Server, ServingConfig]:
@@ -256,8 +271,8 @@ def predictions(funnel: dict[str, Any], cells: Sequence[Cell]) -> dict[str, floa
         tau.append(abs(row["tau"] / cell.tau - 1))
         rate.append(abs(row["output_tokens_per_s"] / cell.output_tokens_per_s - 1))
         relative.append(abs(row["output_tokens_per_s"] / plain["output_tokens_per_s"] / cell.throughput - 1))
-        if cell.ci95 and not cell.ci95[0] <= 1 <= cell.ci95[1]:
-            signs.append((plain["e2e_p50_s"] > row["e2e_p50_s"]) == (cell.speedup > 1))
+        if abs(cell.log_gain) > cell.log_gain_half:  # of a mean, as tokens/s are
+            signs.append((row["output_tokens_per_s"] > plain["output_tokens_per_s"]) == (cell.log_gain > 0))
     return {
         "cells": len(tau),
         "tau_median_error": float(np.median(tau)),

@@ -29,7 +29,7 @@ FAMILIES = {
 STARTUP_S = {"8B": 60.0, "70B": 150.0, "MoE": 80.0}  # weights from disk, compilation, graph capture
 CONTEXTS, PHASES = 3, 3  # acceptance by thirds of the context lengths and of the trace
 BLOCK_TOKENS = 16
-STRETCH = {True: (0.15, 0.38), False: (0.0, 0.08)}  # of n-gram and of the others; `backends.simulated.world.Draft`
+STRETCH = {True: (0.15, 0.38), False: (0.0, 0.06)}  # of n-gram and of the others; `backends.simulated.world.Draft`
 
 
 @dataclass(frozen=True, slots=True)

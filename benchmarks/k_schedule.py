@@ -49,7 +49,7 @@ def main() -> None:
     decision = json.loads(given.result.read_text())["decisions"][0]
     best = ServingConfig.from_dict(decision["config"])
     schedule = decision["k_by_batch_size"]
-    print(f"best single K: {best.label()}; schedule {schedule}")
+    print(f"single K of the run: {best.label()}; schedule {schedule}")
     extra = {**best.extra, "k_schedule": schedule}
     off = ServingConfig.from_dict({**best.to_dict(), "variant": "off", "k": 0, "draft": None})
     configs = {"off": off, "single K": best, "schedule": replace(best, k=max(k for *_, k in schedule), extra=extra)}

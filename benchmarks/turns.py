@@ -1,9 +1,8 @@
 """Servers of several configurations on one CPU, compared under the same load at the same time.
 
 A shared host changes its speed from minute to minute by more than what is to be seen, so loads one after the other do not compare. All
-servers are under load at once, and each has the whole machine for a tenth of a second in turn while the others are stopped. Times of n
-servers are about n times what they are alone; their ratios are those of servers that have the machine to themselves, at an arrival rate
-n times as high as the one sent.
+servers are under load at once, and each has the whole machine for a tenth of a second in turn while the others are stopped. A server's
+times are counted in its own slices: about what it would take alone, on a machine as fast as it was on average.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import contextlib
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from backends.registry import ADAPTERS
 from backends.types import ServingConfig
 from harness.client import ReplayOptions
 from harness.replay import Replay, replay
-from harness.types import Load
+from harness.types import Load, RequestRecord
 from harness.warmup import empty_prefix_cache, warm_up
 from workloads.types import Request
 
@@ -108,31 +109,63 @@ def at_once(servers: Sequence[Server], part: Part) -> list[Replay]:
 async def _at_once(servers: Sequence[Server], part: Part) -> list[Replay]:
     for server in servers:
         await empty_prefix_cache(server.endpoint)
-    slicing = asyncio.ensure_future(_take_turns([server.pid for server in servers]))
+    slices: dict[int, list[float]] = {server.pid: [] for server in servers}
+    live = set(slices)
+    slicing = asyncio.ensure_future(_take_turns(slices, live))
+
+    async def load(server: Server) -> Replay:
+        run = await replay(server.endpoint, part.requests, part.load, ReplayOptions())
+        if part.load.mode == "closed":  # arrivals come as fast for the others whether this one still has turns or not
+            live.discard(server.pid)
+        return run
+
     try:
-        loads = [replay(server.endpoint, part.requests, part.load, ReplayOptions()) for server in servers]
-        return await asyncio.gather(*loads)
+        runs = await asyncio.gather(*map(load, servers))
     finally:
         slicing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await slicing
+    return [_in_own_time(run, slices[server.pid]) for run, server in zip(runs, servers, strict=True)]
 
 
-async def _take_turns(pids: Sequence[int]) -> None:
-    """Let each process in turn run, with its children, for `SLICE_S` while the others are stopped, until cancelled."""
-    trees = [[process, *process.children(recursive=True)] for process in map(psutil.Process, pids)]
-    everything = list(itertools.chain(*trees))
+async def _take_turns(slices: Mapping[int, list[float]], live: Set[int]) -> None:
+    """Let each process of `live` in turn run, with its children, for `SLICE_S` while the others of it are stopped, until cancelled.
+
+    `slices`: by process, filled with when each of its slices began and ended, on the monotonic clock.
+    """
+    trees = {pid: [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)] for pid in slices}
     try:
-        for running in itertools.cycle(trees):
-            for process in everything:
-                if process not in running:
-                    process.suspend()
-            for process in running:
-                process.resume()
-            await asyncio.sleep(SLICE_S)
+        for running in itertools.cycle(slices):
+            if running not in live:
+                await asyncio.sleep(0)
+                continue
+            for pid, tree in trees.items():
+                for process in tree:
+                    process.suspend() if pid in live and pid != running else process.resume()
+            slices[running].append(time.monotonic())
+            try:
+                await asyncio.sleep(SLICE_S)
+            finally:
+                slices[running].append(time.monotonic())
     finally:
-        for process in everything:
+        for process in itertools.chain(*trees.values()):
             process.resume()
+
+
+def _in_own_time(run: Replay, slices: Sequence[float]) -> Replay:
+    """All times of the requests as if the clock had stood still outside the server's slices."""
+    spent = np.cumsum(np.append(0.0, np.diff(slices) * (np.arange(len(slices) - 1) % 2 == 0)))
+
+    def own(at_s: float) -> float:
+        return float(np.interp(run.start_clock_s + at_s, slices, spent) - np.interp(run.start_clock_s, slices, spent))
+
+    def moved(record: RequestRecord) -> RequestRecord:
+        names = ("intended_s", "sent_s", "first_token_s", "last_token_s")
+        times = {name: None if getattr(record, name) is None else own(getattr(record, name)) for name in names}
+        return replace(record, **times, chunk_s=tuple(map(own, record.chunk_s)))  # type: ignore[arg-type]
+
+    begin, end = run.window_s
+    return replace(run, records=[*map(moved, run.records)], window_s=(own(begin), own(end)), wall_s=own(run.wall_s))
 
 
 def _e2e(run: Replay, part: Part) -> list[float]:

@@ -29,7 +29,7 @@ PARALLEL_VARIANTS = frozenset({"p_eagle", "dflash", "dspark"})
 PARALLEL_SD = 0.03
 """Relative uncertainty of τ when K is doubled or halved from the one measured, for drafters whose draft depends on K."""
 LOOKUPS = frozenset({"ngram", "suffix"})
-STRETCH = {True: (0.27, 0.08), False: (0.04, 0.03)}
+STRETCH = {True: (0.27, 0.08), False: (0.03, 0.02)}
 """Mean and standard deviation of the stretch: of lookups and of other drafters. n-gram on six kinds of text that SmolLM2-135M answered
 or people wrote: 0.18 to 0.35; its EAGLE-3 head 0.05, a quantized copy 0.02."""
 
@@ -100,16 +100,7 @@ def from_loads(loads: Sequence[Observation]) -> Curve:
     inflation = _inflation(loads)
     deepest = max(load.config.k for load in loads)
     reach = math.log(_tau([load for load in loads if load.config.k == deepest]))
-    smaller = sorted({load.config.k for load in loads} - {deepest})
-    readings = [_against_deeper(loads, k) for k in smaller]
-    slopes = [reach * reading.further / deepest for reading in readings]
-    mean, sd = STRETCH[loads[0].config.variant in LOOKUPS]
-    precision, weighted = 1 / sd**2, mean / sd**2
-    for reading, slope in zip(readings, slopes, strict=True):
-        precision += slope**2 / (inflation * reading.variance)
-        weighted += slope * reading.excess / (inflation * reading.variance)
-    stretch = max(weighted / precision, 0.0)
-
+    stretch, stretch_sd, gap = _stretch(loads, reach / deepest, inflation)
     scales = [_as_deepest(load.tau, stretch * reach * (1 - load.config.k / deepest)) for load in loads]
     steps, rates = [], []
     for i in range(deepest):
@@ -117,28 +108,42 @@ def from_loads(loads: Sequence[Observation]) -> Curve:
         steps.append(sum(count for count, _ in here))
         rates.append(sum(count * rate for count, rate in here) / steps[i])
     rates = list(np.minimum.accumulate(rates))  # marginal rates never rise; pooling over different K may say otherwise
+    share = sum(load.drafted_share * load.decode_steps for load in loads) / sum(load.decode_steps for load in loads)
+    return Curve(tuple(rates), tuple(steps), inflation, gap, share, stretch, stretch_sd)
+
+
+class _Stretch(NamedTuple):
+    """Posterior mean, at least 0, and standard deviation; and by how much τ of the smallest K differs beyond its noise."""
+
+    mean: float
+    sd: float
+    gap: float
+
+
+def _stretch(loads: Sequence[Observation], per_position: float, inflation: float) -> _Stretch:
+    """Each measured K against the larger ones is a reading of it. `per_position`: of log τ, where the stretch is 1."""
+    prior, sd = STRETCH[loads[0].config.variant in LOOKUPS]
+    precision, weighted = 1 / sd**2, prior / sd**2
+    ks = sorted({load.config.k for load in loads})
+    readings = []
+    for k in ks[:-1]:
+        own, deep = [load for load in loads if load.config.k == k], [load for load in loads if load.config.k > k]
+        counts = np.array([load.decode_steps for load in deep])
+        rates = np.average([[_rate(load, i) for i in range(k)] for load in deep], axis=0, weights=counts).tolist()
+        expected = 1.0 + math.fsum(rates)
+        excess = math.log(_tau(own) / expected)
+        slope = per_position * (float(np.average([load.config.k for load in deep], weights=counts)) - k)
+        steps = float(1 / counts.sum() + 1 / sum(load.decode_steps for load in own))
+        variance = max(_variance(rates) / expected**2 * steps, 1e-9)
+        precision += slope**2 / (inflation * variance)
+        weighted += slope * excess / (inflation * variance)
+        readings.append((excess, slope, variance, _tau(own)))
+    mean = max(weighted / precision, 0.0)
     gap = 0.0
     if readings:
-        beyond = abs(readings[0].excess - stretch * slopes[0]) - 1.96 * math.sqrt(readings[0].variance)
-        gap = max(0.0, beyond) * _tau([load for load in loads if load.config.k == smaller[0]])
-    share = sum(load.drafted_share * load.decode_steps for load in loads) / sum(load.decode_steps for load in loads)
-    return Curve(tuple(rates), tuple(steps), inflation, gap, share, stretch, 1 / math.sqrt(precision))
-
-
-class _Reading(NamedTuple):
-    excess: float  # log(τ at a K ÷ as the rates of larger K say)
-    further: float  # mean K of those, less this K
-    variance: float  # of the excess, if steps were independent
-
-
-def _against_deeper(loads: Sequence[Observation], k: int) -> _Reading:
-    own, deep = [load for load in loads if load.config.k == k], [load for load in loads if load.config.k > k]
-    counts = np.array([load.decode_steps for load in deep])
-    rates = np.average([[_rate(load, i) for i in range(k)] for load in deep], axis=0, weights=counts).tolist()
-    expected = 1.0 + math.fsum(rates)
-    further = float(np.average([load.config.k for load in deep], weights=counts)) - k
-    variance = _variance(rates) / expected**2 * float(1 / counts.sum() + 1 / sum(load.decode_steps for load in own))
-    return _Reading(math.log(_tau(own) / expected), further, max(variance, 1e-9))
+        excess, slope, variance, tau = readings[0]
+        gap = max(0.0, abs(excess - mean * slope) - 1.96 * math.sqrt(variance)) * tau
+    return _Stretch(mean, 1 / math.sqrt(precision), gap)
 
 
 def _tau(loads: Sequence[Observation]) -> float:
