@@ -4,8 +4,8 @@ python -m benchmarks.funnel_reference --out DIR [--vllm PYTHON | --small]
 
 On the reference engine it is off and n-gram, EAGLE-3 and a draft model (the target's own int4 copy) at K 1-6 and four batch sizes: 76
 cells. On vLLM (`PYTHON` is that of its environment) it is off, n-gram and EAGLE-3 at three K and two batch sizes: 14 cells. A cell of the
-grid has 40 requests, a load of the funnel 24, of its confirmation 32: about the proportions of `benchmarks.funnel`. The funnel is a run of
-the main job; a directory that holds a finished one is read and not measured again. Costs are of closed loads and server starts: the grid's
+grid has 64 requests on vLLM and 40 on the reference engine, a load of the funnel 24, of its confirmation 32. The funnel is a run of the
+main job; a directory that holds a finished one is read and not measured again. Costs are of closed loads and server starts: the grid's
 against the funnel's baseline, search and confirmation. The grid's cells are kept as `DIR/grid.json`. Servers are compared by E2E p50 over
 the trace's own batch sizes, which is what the funnel seeks.
 
@@ -57,9 +57,9 @@ VLLM: tuple[str, ...] = ("--backend", "vllm", "--variants", "off,ngram,eagle3", 
 VLLM_ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
 VLLM += ("--base-args", " ".join(VLLM_ARGS))
 SMALL: tuple[str, ...] = ("--variants", "off,ngram", "--k", "1..3", "--batch-sizes", "1,4", "--limit", "40", *SHORT)
-GRID_REQUESTS = 40
+TURNS_REQUESTS, ATTEMPTS = 40, 3
 COUNTS = {
-    "grid": ("--search-requests", str(GRID_REQUESTS), "--confirm-requests", "8"),
+    "grid": ("--search-requests", "64", "--confirm-requests", "8"),
     "funnel": ("--search-requests", "24", "--confirm-requests", "32"),
 }
 NEAR, MOST = 0.05, 1
@@ -123,13 +123,11 @@ class Grid(NamedTuple):
     def write(self, path: Path) -> None:
         """One cell a line."""
         rows = ",\n".join(json.dumps({k: _rounded(v) for k, v in asdict(cell).items()}) for cell in self.cells)
-        write_whole(path, f'{{"seconds": {self.seconds:.1f}, "cells": [\n{rows}\n]}}\n'.encode())
+        write_whole(path, f'{{"seconds": {self.seconds:.1f}, "cells": [\n{rows}\n]}}\n')
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: str | float) -> str | float:
     """Numbers to five digits."""
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -145,20 +143,24 @@ def seconds(result: dict[str, Any], *stages: str) -> float:
     return sum(t["cost"]["seconds"] for t in result["trials"] if t["stage"] in stages and t["load"]["mode"] == "closed")
 
 
+def requests_of(folder: Path, trial: Mapping[str, Any]) -> pa.Table:
+    """What became of the requests of a trial of the run in `folder`."""
+    return pq.read_table(folder / "trials" / f"{trial['number']:04d}" / "requests.parquet")
+
+
 def trace_weights(funnel: dict[str, Any], folder: Path) -> dict[int, float]:
     """What the batch sizes count, as the funnel in `folder` weighed them: by off's replay of the trace's own arrivals."""
     replay = next(t for t in funnel["trials"] if t["stage"] == "baseline" and t["load"]["mode"] == "trace")
-    records = pq.read_table(folder / "trials" / f"{replay['number']:04d}" / "requests.parquet")
-    return weights_of(batch_shares(records), sorted({batch for (_, _, batch), _ in trials(funnel, "baseline")}))
+    return weights_of(
+        batch_shares(requests_of(folder, replay)), sorted({batch for (_, _, batch), _ in trials(funnel, "baseline")})
+    )
 
 
 def one_by_one(folder: Path, options: tuple[str, ...], trace: str) -> Grid:
     """The grid as a run of the main job."""
     result = run("grid", folder, options, trace)
     measured = dict(trials(result, "baseline", "search"))
-    tables = {
-        key: pq.read_table(folder / "trials" / f"{trial['number']:04d}" / "requests.parquet") for key, trial in measured.items()
-    }
+    tables = {key: requests_of(folder, trial) for key, trial in measured.items()}
     cells = [Cell.of(key, measured[key], tables[key], tables["off", 0, key[2]]) for key in measured if key[1]]
     return Grid(cells, seconds(result, "baseline", "search"))
 
@@ -170,38 +172,46 @@ def in_turns(kept: Path, configs: Mapping[Server, ServingConfig], batches: Seque
     """
     known = Grid.read(kept) if kept.exists() else Grid([], 0.0)
     ks = sorted({k for _, k in configs if k})
-    requests = sample(trace, GRID_REQUESTS)
+    requests = sample(trace, TURNS_REQUESTS)
+    parts = [Part(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
     for k in ks:
         if any(cell.k == k for cell in known.cells):
             continue
-        cells = []
         sides = {variant: config for (variant, its), config in configs.items() if its in (0, k)}
-        with side_by_side(sides, command=None, base_args=()) as servers:
-            spent = {name: server.endpoint.startup_s or 0.0 for name, server in servers.items()}
-            parts = [Part(Load("closed", "sample", concurrency=batch), requests) for batch in batches]
-            warm(servers, parts[0])
-            for part, batch in zip(parts, batches, strict=True):
-                runs = dict(zip(servers, complete(list(servers.values()), part), strict=True))
-                tables = {name: records_table(found.records) for name, found in runs.items()}
-                for name, found in runs.items():
-                    spent[name] += found.wall_s
-                    if name != "off":
-                        measured = measurement_fields(measure(found, part.load))
-                        cells.append(Cell.of((name, k, batch), measured, tables[name], tables["off"]))
-                        print(f"{name} K={k} at {batch}: {cells[-1].speedup:.3f}x, tau {cells[-1].tau:.2f}", flush=True)
+        cells, spent = beside_off(sides, k, parts)
         known = Grid([*known.cells, *cells], known.seconds + sum(spent.values()) - spent["off"] * (1 - 1 / len(ks)))
         known.write(kept)
     return known
 
 
+def beside_off(sides: Mapping[str, ServingConfig], k: int, parts: Sequence[Part]) -> tuple[list[Cell], dict[str, float]]:
+    """The cells of one K, and what each server took of its own time, its start included; both by `sides`, off and variants."""
+    cells = []
+    with side_by_side(sides, command=None, base_args=()) as servers:
+        spent = {name: server.endpoint.startup_s or 0.0 for name, server in servers.items()}
+        warm(servers, parts[0])
+        for part in parts:
+            runs = dict(zip(servers, complete(list(servers.values()), part), strict=True))
+            tables = {name: records_table(found.records) for name, found in runs.items()}
+            for name, found in runs.items():
+                spent[name] += found.wall_s
+                if name == "off":
+                    continue
+                measured, batch = measurement_fields(measure(found, part.load)), part.load.concurrency or 0
+                cells.append(Cell.of((name, k, batch), measured, tables[name], tables["off"]))
+                print(f"{name} K={k} at {batch}: {cells[-1].speedup:.3f}x, tau {cells[-1].tau:.2f}", flush=True)
+    return cells, spent
+
+
 def complete(servers: Sequence[Process], part: Part) -> list[Replay]:
     """The part on all servers, again where the counts of one could not be read."""
-    while True:
+    for _ in range(ATTEMPTS):
         runs = at_once(servers, part)
         lost = [run.invalid for run in runs if run.counters is None or run.invalid]
         if not lost:
             return runs
         print(f"once more: {lost}", flush=True)
+    raise SystemExit(f"{ATTEMPTS} loads in a row could not be used")
 
 
 def configs_of(funnel: dict[str, Any]) -> dict[Server, ServingConfig]:

@@ -29,7 +29,7 @@ FAMILIES = {
 STARTUP_S = {"8B": 60.0, "70B": 150.0, "MoE": 80.0}  # weights from disk, compilation, graph capture
 CONTEXTS, PHASES = 3, 3  # acceptance by thirds of the context lengths and of the trace
 BLOCK_TOKENS = 16
-STRETCH = {True: (0.15, 0.38), False: (0.0, 0.06)}  # of n-gram and of the others; `backends.simulated.world.Draft`
+LOOKUP_STRETCH, MODEL_STRETCH = (0.15, 0.38), (0.0, 0.06)  # from, to; `backends.simulated.world.Draft`
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,9 @@ def make_world(seed: int) -> BenchWorld:
     tried = sorted(rng.choice(VARIANTS, TRIED, replace=False).tolist())
     text = np.random.default_rng([seed, 2026, 1])
     drafts = {
-        variant: replace(_draft(rng, variant, luck, step_s), stretch=text.uniform(*STRETCH[variant == "ngram"]))
+        variant: replace(
+            _draft(rng, variant, luck, step_s), stretch=text.uniform(*(LOOKUP_STRETCH if variant == "ngram" else MODEL_STRETCH))
+        )
         for variant in tried
     }
     requests = _trace(rng, step_s)

@@ -159,10 +159,18 @@ def _in_own_time(run: Replay, slices: Sequence[float]) -> Replay:
     def own(at_s: float) -> float:
         return float(np.interp(run.start_clock_s + at_s, slices, spent) - np.interp(run.start_clock_s, slices, spent))
 
+    def own_or_none(at_s: float | None) -> float | None:
+        return None if at_s is None else own(at_s)
+
     def moved(record: RequestRecord) -> RequestRecord:
-        names = ("intended_s", "sent_s", "first_token_s", "last_token_s")
-        times = {name: None if getattr(record, name) is None else own(getattr(record, name)) for name in names}
-        return replace(record, **times, chunk_s=tuple(map(own, record.chunk_s)))  # type: ignore[arg-type]
+        return replace(
+            record,
+            intended_s=own(record.intended_s),
+            sent_s=own_or_none(record.sent_s),
+            first_token_s=own_or_none(record.first_token_s),
+            last_token_s=own_or_none(record.last_token_s),
+            chunk_s=tuple(map(own, record.chunk_s)),
+        )
 
     begin, end = run.window_s
     return replace(run, records=[*map(moved, run.records)], window_s=(own(begin), own(end)), wall_s=own(run.wall_s))

@@ -7,8 +7,9 @@ draft is cut into more steps, so τ(K) is larger than the rates of K_max say, fo
 
     log τ(K) = log(1 + Σ_{i≤K} m_i) + stretch · log τ(K_max) · (1 − K ÷ K_max)
 
-with a stretch that depends on the drafter and the text; loads at several K show it, and before that `STRETCH` is what others had. Trees
-and parallel drafters draft differently for each K: their rates hold at the K that was measured, and elsewhere only within `PARALLEL_SD`.
+with a stretch that depends on the drafter and the text; loads at several K show it, and before that it is taken to be what others had
+(`LOOKUP_STRETCH`, `MODEL_STRETCH`). Trees and parallel drafters draft differently for each K: their rates hold at the K that was
+measured, and elsewhere only within `PARALLEL_SD`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PARALLEL_VARIANTS = frozenset({"p_eagle", "dflash", "dspark"})
 PARALLEL_SD = 0.03
 """Relative uncertainty of τ when K is doubled or halved from the one measured, for drafters whose draft depends on K."""
 LOOKUPS = frozenset({"ngram", "suffix"})
-STRETCH = {True: (0.27, 0.08), False: (0.03, 0.02)}
+LOOKUP_STRETCH, MODEL_STRETCH = (0.27, 0.08), (0.03, 0.02)
 """Mean and standard deviation of the stretch: of lookups and of other drafters. n-gram on six kinds of text that SmolLM2-135M answered
 or people wrote: 0.18 to 0.35; its EAGLE-3 head 0.05, a quantized copy 0.02."""
 
@@ -122,7 +123,7 @@ class _Stretch(NamedTuple):
 
 def _stretch(loads: Sequence[Observation], per_position: float, inflation: float) -> _Stretch:
     """Each measured K against the larger ones is a reading of it. `per_position`: of log τ, where the stretch is 1."""
-    prior, sd = STRETCH[loads[0].config.variant in LOOKUPS]
+    prior, sd = LOOKUP_STRETCH if loads[0].config.variant in LOOKUPS else MODEL_STRETCH
     precision, weighted = 1 / sd**2, prior / sd**2
     ks = sorted({load.config.k for load in loads})
     readings = []

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from backends.matchers import NgramIndex
 from backends.simulated.world import World, expected_tau
-from harness.funnel.acceptance import STRETCH, Curve, from_loads, from_recorded, geometric_rates
+from harness.funnel.acceptance import MODEL_STRETCH, Curve, from_loads, from_recorded, geometric_rates
 from harness.funnel.observation import Observation
 from harness.offline import Recorded, ngram_acceptance, pool
 from tests.harness.funnel.loads import RATES, WORLD, noisy, observe, on
@@ -21,7 +21,7 @@ def stretched(variant: str, stretch: float) -> World:
 
 
 def test_one_load_at_the_largest_k_gives_tau_at_every_smaller_k() -> None:
-    world = stretched("eagle3", STRETCH[False][0])
+    world = stretched("eagle3", MODEL_STRETCH[0])
     curve = from_loads([observe(on("eagle3", 6), 16, world)])
     for k in range(1, 7):
         measured = observe(on("eagle3", k), 16, world).tau

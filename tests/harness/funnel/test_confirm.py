@@ -75,7 +75,7 @@ def test_loads_take_turns_where_the_servers_fit_beside_each_other() -> None:
 
 def test_a_tie_goes_to_the_smaller_k() -> None:
     free = Draft({"default": (0.6, 0.4, 0.001)}, step_fixed_s=5e-4)  # a third position costs and gains nothing
-    bench = Bench(replace(WORLD, target=replace(WORLD.target, token_s=1e-7), drafts={"eagle3": free}))
+    bench = Bench(noisy(replace(WORLD, target=replace(WORLD.target, token_s=1e-7), drafts={"eagle3": free})))
     two, three = on("eagle3", 2), on("eagle3", 3)
     funnel = searched(bench, two, three)
     funnel.objective = "throughput"  # a median jumps from one request to the next
