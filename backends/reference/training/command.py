@@ -51,7 +51,9 @@ def train_head(request: Request) -> None:
     folder = request.data or request.out / "data"
     sets = [(request.prompts, folder, 16)] + [(test, folder / f"test-{test.stem}", 1) for test in request.tests]
     loaded = [_outputs(request, *each) for each in sets]
-    target = read_target(request.model, torch.bfloat16)
+    # In float32 where bf16 would only be emulated, as the engine does.
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    target = read_target(request.model, dtype)
     training = Training(request.out, settings, target, loaded[0])
     print(f"training on {len(training.train)} conversations, {len(training.held_out)} held out", flush=True)
     training.run()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backends.reference.heads.export import round_int8
@@ -31,6 +32,9 @@ WHOLE_VOCABULARY = ("eagle2", "mtp", "draft_model")
 """Variants that draft from the target's whole vocabulary. They are trained on the frequent part and a few other tokens, drawn anew
 for each batch, so that no other token is left too likely."""
 OTHERS = 1024
+FEATURE_LOSS = 5.0
+"""Of an EAGLE-1/2 head, whose output has no norm and is its next input: what being another state than the target's counts beside
+cross entropy. EAGLE (arXiv 2401.15077, section 3.2) gives it 10; here later steps see the head's own states too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class Training:
         self.trainee: Trainee = build(settings.variant, target, self.token_map, self.scale, mask_token=settings.mask_token)
         if saved is None and settings.start:
             start_from(self.trainee, Path(settings.start), target, self.scale)
-        self.output = target.output[self.token_map].to(torch.bfloat16)
+        self.output = target.output[self.token_map]
         self.parameters = [p for p in self.trainee.module.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay
@@ -135,7 +139,7 @@ class Training:
 
     def _optimize(self, group: list[Example], window: Window, rate: float) -> None:
         data = batch(self.data, group, prompts=self.settings.prompts)
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._precision():
             losses = self._loss(data, window)
         self.optimizer.zero_grad(set_to_none=True)
         losses.backward()
@@ -143,6 +147,10 @@ class Training:
         for group_ in self.optimizer.param_groups:
             group_["lr"] = self.settings.learning_rate * rate
         self.optimizer.step()
+
+    def _precision(self) -> torch.autocast:
+        """Mixed where the target was read in bf16."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.target.embedding.dtype == torch.bfloat16)
 
     def _loss(self, data: Any, window: Window) -> Tensor:
         """Cross entropy with the target's distribution at every draft position that is reached, over the number of starts."""
@@ -163,6 +171,9 @@ class Training:
             teacher = data.streams[bases.sequence, (at - 1).clamp_max(data.tokens.shape[1] - 1), 3]
             loss, guesses = FrozenHeadLoss.apply(x, teacher, output, counted.float())
             total = total + loss / starts
+            if self.settings.variant == "eagle2":
+                off = F.smooth_l1_loss(x, teacher.to(x.dtype), reduction="none").mean(-1)
+                total = total + FEATURE_LOSS * (off * counted).sum() / starts
             right = counted & (guesses == truth)
             window.add(step, float(loss.detach()), int(counted.sum()), int(right.sum()), starts)
             keep = (right | (inside & (torch.rand(len(right)) < STRAYS))).nonzero().flatten()
@@ -207,7 +218,7 @@ class Training:
     def _simulate(self, data: Distilled, examples: Sequence[Example]) -> dict[str, Acceptance]:
         whole = self.settings.variant in WHOLE_VOCABULARY
         output, token_map = (self.target.output, None) if whole else (self.output, self.token_map)
-        with torch.autocast("cpu", torch.bfloat16):
+        with self._precision():
             return simulate(self.trainee, data, examples, output, token_map, self.settings.k)
 
     def _checkpoint(self) -> dict[str, Any] | None:

@@ -245,7 +245,7 @@ def _eagle3_module(target: TargetWeights, token_map: Tensor, layers: int) -> Eag
         state |= {f"rest.{layer}.{name}": tensor for name, tensor in block.items()}
     state["norm.weight"] = target.norm
     head.load_state_dict(state, strict=False)
-    head.head.weight = nn.Parameter(target.output[token_map].to(torch.bfloat16), requires_grad=False)
+    head.head.weight = nn.Parameter(target.output[token_map], requires_grad=False)
     return head
 
 
@@ -285,8 +285,14 @@ def _p_eagle(target: TargetWeights, token_map: Tensor, scale: Tensor, mask_token
 def _eagle2(target: TargetWeights, token_map: Tensor, scale: Tensor, _: int) -> Trainee:
     shape = shape_of(target.config)
     head = Eagle(shape, layers=1, fc_bias=False, embedding=target.embedding, output=target.output)
+    # The target's last block, on states after the last norm instead of its stream: as large, and with that norm's weights, all through.
     block = _block_state(target, target.config.num_layers - 1)
-    head.load_state_dict({f"blocks.0.{n}": t for n, t in block.items() if n != "input_norm.weight"}, strict=False)
+    norm, size = target.norm.float(), scale[-shape.hidden :].square().mean().sqrt()
+    block["attention.qkv.weight"] *= block.pop("input_norm.weight") / norm
+    block["post_norm.weight"] *= norm.square().mean().sqrt() / norm
+    for name in ("attention.out.weight", "mlp.down.weight"):
+        block[name] *= norm[:, None] / size
+    head.load_state_dict({f"blocks.0.{name}": tensor for name, tensor in block.items()}, strict=False)
     _start_projection(head.fc, shape.hidden, hidden_first=False)
     return Chain(head, 4, lambda s: s[:, 3].to(target.embedding.dtype), lambda y: y, lambda y: y)
 
@@ -319,7 +325,7 @@ def _start_projection(linear: nn.Linear, hidden: int, *, hidden_first: bool) -> 
 
 
 def _medusa(target: TargetWeights, token_map: Tensor, scale: Tensor, _: int) -> Trainee:
-    output = target.output[token_map].to(torch.bfloat16)
+    output = target.output[token_map]
     head = Medusa(hidden=target.config.hidden_size, heads=4, layers=1, outputs=[output], token_map=token_map)
     for parameter in (p for block in head.blocks for p in block.parameters()):
         nn.init.zeros_(parameter)
