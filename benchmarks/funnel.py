@@ -63,7 +63,7 @@ class VirtualLab:
         self.order = np.random.default_rng(self.bench.seed).permutation(len(self.bench.requests))
 
     def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation]:
-        """`count` requests: of one half of the trace in the search, of the other in confirmation."""
+        """`count` requests: of one half of the trace in the search, of the other in confirmation, in an order of each batch size."""
         began = self.clock_s
         if config != self.running:
             self.clock_s += self.bench.world.startup_s
@@ -71,6 +71,7 @@ class VirtualLab:
             self.running = config
         half = len(self.order) // 2
         part = self.order[half:] if stage.startswith("confirm") else self.order[:half]
+        part = np.random.default_rng([self.bench.seed, batch]).permutation(part)
         other = count * (int(stage.removeprefix("confirm")) - 1) if stage.startswith("confirm") else 0  # of each round
         chosen = np.sort(np.roll(part, -other)[:count])
         requests = self.bench.requests_for(config.variant)

@@ -89,5 +89,6 @@ class Workload:
 Measure = Callable[[ServingConfig, int, str, int], Mapping[str, Observation] | None]
 """measure(config, batch_size, stage, requests): that many requests of every workload, by its name; None where one failed.
 
-Equal arguments give the same requests, and fewer requests are a part of more, so that loads of two servers are paired.
+Equal arguments give the same requests, and at one batch size fewer requests are a part of more, so that loads of two servers are
+paired.
 """

@@ -21,8 +21,9 @@ from harness.funnel.observation import Observation, Workload
 from harness.funnel.step_cost import DraftCost, StepCost, passes
 from harness.funnel.virtual_load import VirtualLoad, closed_loop
 
-MAX_REQUESTS = 128
-"""Requests of one virtual load (or the batch size, where that is more): virtual time is cheap, not free."""
+MAX_REQUESTS = 256
+"""Requests of one virtual load (or the batch size, where that is more): virtual time is cheap, not free. With as many as fill a large
+batch once, the first requests' wait for the prompts of all others shifts p50 by 6 %."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from harness.funnel.step_cost import StepCost, fit
 
 MARGIN, LEAST_GAIN = 0.01, 0.002
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
+FREE_SERVERS, FREE_SHARE = 3.0, 0.06
+"""What may be spent, off included, before the least gain grows: servers measured at every batch size, or a share of all servers."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
 LOST, ALIKE = 0.02, 0.1
@@ -87,10 +89,12 @@ class Funnel:
     scores: Scores = field(init=False)
     calibration: Calibration = field(init=False)
     ratios: list[tuple[float, float]] = field(default_factory=list)  # measured ÷ predicted, by load, since the last fit
+    _known: int = 0  # loads before this run
 
     def run(self) -> None:
         """Probe what was not probed yet, and measure what may gain. Again with another objective: earlier loads are kept."""
         self.cost = fit(self.loads)
+        self._known = len(self.loads)
         self._probe()
         for _ in range(2):  # measured cells improve the fit, which may show another cell to measure
             self._predict(self._all_batches if self.every_batch and not self.first_grid else self.batch_sizes)
@@ -286,12 +290,12 @@ class Funnel:
         """The load to measure: on the running server while it may gain, else on the server that is expected to gain most. Where several
         can run at once all loads that are open on the best ones."""
         gains = dict(zip(self.scores.configs, self.scores.expected_gain(self.incumbent(), MARGIN), strict=True))
-        best = self.incumbent()
+        best, least = self.incumbent(), self._least_gain()
         open_cells: dict[ServingConfig, list[int]] = {}
         measured = {(load.config, load.batch_size) for load in self.loads}
         for config in self.scores.configs:
             left = [b for b in self.batch_sizes if (config, b) not in measured]
-            if left and not self._is_pruned(config) and (gains[config] > LEAST_GAIN or config == best):
+            if left and not self._is_pruned(config) and (gains[config] > least or config == best):
                 open_cells[config] = left
         ranked = sorted(open_cells, key=lambda c: (c != running, -gains[c]))  # the best so far last: another may become it
         servers = [
@@ -300,6 +304,12 @@ class Funnel:
         if self.together == 1:
             return [[max(loads, key=lambda load: self._doubt(load.config, load.batch_size))] for loads in servers]
         return servers
+
+    def _least_gain(self) -> float:
+        """The more was spent, the more must be expected: a long search among near-equals finds none that is better."""
+        server = sum(load.cost_s for load in self.loads if load.config == self.off)
+        spent = 1 + sum(load.cost_s for load in self.loads[self._known :]) / server
+        return LEAST_GAIN * max(1.0, spent / max(FREE_SERVERS, FREE_SHARE * (1 + len(self.candidates)))) ** 2
 
     def _doubt(self, config: ServingConfig, batch: int) -> float:
         """How much of the score's uncertainty a batch size holds."""

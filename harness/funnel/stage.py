@@ -231,7 +231,7 @@ class FunnelStage:
         load, parts = closed_load(name, batch), self.parts[name]
         if stage.startswith("confirm"):
             return Wanted(config, load, parts.confirm, "confirm", "confirm" if stage == "confirm1" else stage)
-        return Wanted(config, load, self._subset(parts.search, count), "search", stage)
+        return Wanted(config, load, self._subset(parts.search, batch, count), "search", stage)
 
     def _ahead(self, servers: Sequence[Sequence[Planned]]) -> None:
         def wanted_of(load: Planned) -> Iterator[Wanted]:
@@ -251,9 +251,10 @@ class FunnelStage:
         if stage == "search" and config.k:
             self._studies[group_key(config)].record(Cell(config, batch), values)
 
-    def _subset(self, requests: Sequence[int], count: int) -> tuple[int, ...]:
-        """`count` of them; fewer are always a part of more."""
-        order = np.random.default_rng(self.settings.seed).permutation(len(requests))
+    def _subset(self, requests: Sequence[int], batch: int, count: int) -> tuple[int, ...]:
+        """`count` of them, others for each batch size, so that small loads do not all hang on the same few; fewer are always a part
+        of more."""
+        order = np.random.default_rng([self.settings.seed, batch]).permutation(len(requests))
         return tuple(sorted(requests[i] for i in order[:count]))
 
     def _baseline(self, off: ServingConfig, batch: int) -> list[Observation]:

@@ -107,6 +107,22 @@ def test_nothing_is_measured_once_the_budget_is_used_up() -> None:
     assert len(bench.cells) <= 4  # a probe of two loads is finished
 
 
+def test_the_more_was_spent_the_more_must_be_expected_of_another_load() -> None:
+    """Loads with a drafter that take twenty times off's leave only the probes, and the best at every batch size."""
+
+    class Dear(Bench):
+        def measure(self, config: ServingConfig, batch: int, stage: str, count: int) -> Mapping[str, Observation] | None:
+            found = super().measure(config, batch, stage, count)
+            return {"t": replace(found["t"], cost_s=20 * found["t"].cost_s)} if found else None
+
+    cheap, dear = Bench(), Dear()
+    funnel(cheap).run()
+    search = funnel(dear)
+    search.run()
+    assert len(cheap.servers) > len(dear.servers)
+    assert set(dear.servers) <= {on("eagle3", 6), on("mtp", 6), on("ngram", 6), search.incumbent()}
+
+
 def test_a_slow_start_makes_more_requests_cheap() -> None:
     search = funnel(Bench())
     first = search.loads[0]
