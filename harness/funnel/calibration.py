@@ -30,7 +30,7 @@ K_SCALE, BATCH_SCALE = 2.0, 2.0  # in doublings of 1 + K and of the batch size
 DRAFTER_SHARE, SERVER_SHARE, CELL_SHARE = 0.3, 0.2, 0.15
 """Of the prior variance: what all cells of a drafter share, what all batch sizes of a server share, what a cell has for itself (a
 step that fits no captured CUDA graph, say)."""
-SPLIT_SD = 0.3  # of the share of a draft's cost that is fixed, while only one K was measured: evenly between 0 and 1
+SPLIT_SD = 0.15  # of the share of a draft's cost that is fixed, while only one K was measured where drafts show
 MACHINE_SD, MACHINE_SCALE_S = 0.03, 400.0  # of the machine's speed, and how long it lasts
 SERVER_SD, LOAD_SD = 0.007, 0.004  # of a server from start to start, and of a load on it beside its steps'
 TTFT_SHAPE_SD, TTFT_DRAFT_SD = 0.15, 0.03  # errors of predicted TTFT that all servers share at a batch size, and of one drafter

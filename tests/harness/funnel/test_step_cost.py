@@ -47,6 +47,10 @@ def test_what_one_k_cannot_tell_apart_is_said_to_be_in_doubt() -> None:
     assert one.split_doubt(on("eagle3", 6), 1, 500) == 0
     assert one.split_doubt(on("eagle3", 1), 1, 500) > 0.1  # 2.9 ms of draft beside 10 ms: fixed or six passes?
     assert fitted().split_doubt(on("eagle3", 1), 1, 500) == 0
+    (draft,) = one.drafts.values()
+    assert 0.5 < draft.fixed_s / draft.pass_s < 2  # about a pass, until another K says more
+    wide = fit([*offs, *(observe(on("eagle3", k), batch) for k, batch in ((6, 1), (6, 32), (1, 32)))])
+    assert wide.split_doubt(on("eagle3", 1), 1, 500) > 0.1  # where batches are large a draft hardly shows
 
 
 def test_a_fit_needs_off() -> None:
