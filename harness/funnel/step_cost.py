@@ -38,7 +38,7 @@ class DraftCost:
     fixed_s: float = 0.0
     pass_s: float = 0.0
     token_s: float = 0.0  # for each sequence and position
-    only_k: int | None = None  # the one K measured where drafts show: what is fixed and what is paid for each pass is then a guess
+    only_k: int | None = None  # the one K measured where drafts show: the split into fixed and passes is a guess
 
 
 @dataclass(frozen=True, slots=True)
