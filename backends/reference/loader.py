@@ -13,7 +13,7 @@ from backends.reference.config import ModelConfig, quantization_fault, read_conf
 from backends.reference.model import Decoder, Layer
 from backends.reference.quantization import HEADS, LINEARS, Make
 from backends.reference.quantization.checkpoint import read_int4
-from backends.reference.quantization.dense import Linear
+from backends.reference.quantization.dense import Linear, cpu_has_bf16
 from backends.reference.quantization.int4 import Int4
 from backends.types import ConfigError
 
@@ -29,7 +29,7 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
     name = config.dtype if asked == "auto" else asked
     if name not in DTYPES:
         raise ConfigError(f"dtype '{name}' is not supported: choose from auto, {', '.join(DTYPES)}")
-    if asked == "auto" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if asked == "auto" and device.type == "cpu" and not cpu_has_bf16():
         return torch.float32
     return DTYPES[name]
 

@@ -35,10 +35,15 @@ class Packed:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
+def cpu_has_bf16() -> bool:
+    """Whether bf16 products are worth it on this CPU: without instructions for them they are slower than float32's."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def unquantized(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """`Packed` where oneDNN computes in the weight's dtype, else `Dense`."""
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        bf16 = weight.dtype == torch.bfloat16 and cpu_has_bf16()
         if bf16 or weight.dtype == torch.float32:
             return Packed(weight, bias)
     return Dense(weight, bias)

@@ -14,6 +14,7 @@ from backends.reference.engine import Engine
 from backends.reference.heads.export import published, write_published, write_small
 from backends.reference.heads.files import read_target
 from backends.reference.options import EngineOptions
+from backends.reference.quantization.dense import cpu_has_bf16
 from backends.reference.tokenizer import Tokenizer
 from backends.reference.training import card
 from backends.reference.training.distill import Distilled, generate, load, progress
@@ -51,9 +52,7 @@ def train_head(request: Request) -> None:
     folder = request.data or request.out / "data"
     sets = [(request.prompts, folder, 16)] + [(test, folder / f"test-{test.stem}", 1) for test in request.tests]
     loaded = [_outputs(request, *each) for each in sets]
-    # In float32 where bf16 would only be emulated, as the engine does.
-    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-    target = read_target(request.model, dtype)
+    target = read_target(request.model, torch.bfloat16 if cpu_has_bf16() else torch.float32)
     training = Training(request.out, settings, target, loaded[0])
     print(f"training on {len(training.train)} conversations, {len(training.held_out)} held out", flush=True)
     training.run()
