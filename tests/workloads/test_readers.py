@@ -225,3 +225,10 @@ objects = st.dictionaries(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_objects_give_accounted_rows_or_one_clear_line(tmp_path: Path, format: str, rows: list[object]) -> None:
     assert_accounted_or_one_line(outcome(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), format))
+
+
+@pytest.mark.parametrize("response", [1, {"body": 1}, {"status_code": 500}])
+def test_a_batch_result_without_an_answer_is_a_failed_request(tmp_path: Path, response: object) -> None:
+    rows = [{"custom_id": "a", "body": {"prompt": "again"}}, {"custom_id": "a", "response": response}]
+    with pytest.raises(WorkloadError, match=r"no usable request \(failed_upstream 1\)"):
+        read(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), format="openai_batch")

@@ -60,8 +60,10 @@ def _joined(row: Row | Drop, result: Mapping[str, Any]) -> Row | Drop:
     if isinstance(row, Drop):
         return row
     response = result.get("response") or {}
-    answer = response.get("body") or {} if isinstance(response, dict) else {}
-    if result.get("error") or not isinstance(answer, dict) or response.get("status_code", 200) != 200:
+    if result.get("error") or not isinstance(response, dict) or response.get("status_code", 200) != 200:
+        return Drop("failed_upstream")
+    answer = response.get("body") or {}
+    if not isinstance(answer, dict):
         return Drop("failed_upstream")
     try:
         return {**row, **completion(answer)}
