@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from pathlib import Path
@@ -28,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ngram": {"variant": "ngram", "k": 4},
     "draft_model": {"variant": "draft_model", "k": 4, "draft": "self-int4"},
 }
+SLOW = pytest.mark.slow
 SHIPPED: dict[str, dict[str, Any]] = {
     f"{variant} head": {"variant": variant, "k": 2 if variant == "mtp" else 3, "draft": "shipped"}
     for variant in shipped_variants()
@@ -41,19 +43,20 @@ SHIPPED |= {
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    torch.set_num_threads(2)
     return demo_model.demo_model_dir()
 
 
 def outputs(folder: Path, batch: int, entries: list[dict[str, Any]], **fields: Any) -> tuple[Engine, list[list[int]]]:
     if fields.get("draft") == "shipped":
         fields["draft"] = str(demo_head_dir(fields["variant"]))
+    gc.collect()  # the engine before is in a cycle, and its weights do not hurry the collector
     engine = Engine(EngineOptions(folder, **{"dtype": "float32", "max_num_seqs": batch, "max_model_len": 512, **fields}))
     prompts = [tuple(engine.tokenizer.encode_chat(entry["messages"])) for entry in entries]
     return engine, generate(engine, [GenerationRequest(p, REFERENCE["max_new_tokens"]) for p in prompts])
 
 
-@pytest.mark.parametrize("variant", ["off", "ngram", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("variant", [pytest.param("off", marks=SLOW), "ngram", pytest.param("draft_model", marks=SLOW)])
 def test_all_prompts_at_batch_16(variant: str, folder: Path) -> None:
     assert len(ENTRIES) >= 50
     engine, made = outputs(folder, 16, ENTRIES, **VARIANTS[variant])
@@ -70,19 +73,11 @@ def test_all_prompts_at_batch_16(variant: str, folder: Path) -> None:
         assert tau > 2.0
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=SLOW), 4])
+@pytest.mark.parametrize("variant", ["off", "ngram", pytest.param("draft_model", marks=SLOW)])
 def test_some_prompts_at_smaller_batches(variant: str, batch: int, folder: Path) -> None:
     entries = ENTRIES[::7]
     assert outputs(folder, batch, entries, **VARIANTS[variant])[1] == [entry["output_ids"] for entry in entries]
-
-
-@pytest.mark.parametrize("head", SHIPPED)
-def test_the_shipped_heads_leave_the_text_alone(head: str, folder: Path) -> None:
-    entries = ENTRIES[::14]
-    engine, made = outputs(folder, 4, entries, **SHIPPED[head])
-    assert made == [entry["output_ids"] for entry in entries]
-    assert engine.counters.accepted_tokens > 0
 
 
 @pytest.mark.slow
@@ -90,13 +85,16 @@ def test_the_shipped_heads_leave_the_text_alone(head: str, folder: Path) -> None
 @pytest.mark.parametrize("head", SHIPPED)
 def test_the_shipped_heads_leave_all_texts_alone(head: str, folder: Path) -> None:
     for batch, entries in ((16, ENTRIES), (4, ENTRIES[::7]), (1, ENTRIES[::7])):
-        assert outputs(folder, batch, entries, **SHIPPED[head])[1] == [entry["output_ids"] for entry in entries]
+        engine, made = outputs(folder, batch, entries, **SHIPPED[head])
+        assert made == [entry["output_ids"] for entry in entries]
+        assert engine.counters.accepted_tokens > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_in_bf16_speculation_diverges_no_more_than_another_batch_size_does(folder: Path) -> None:
-    """Rounding depends on the shapes of a pass, so near-ties flip: between batch sizes without speculation, and with it."""
+    """Rounding depends on the shapes of a pass, so near-ties flip: between batch sizes without speculation, and with it. What a drafter
+    is does not matter, so a chain of each kind and one tree stand for all."""
     entries = ENTRIES[::2]
     off = {batch: outputs(folder, batch, entries, dtype="bfloat16")[1] for batch in (16, 8, 4)}
     count = len(entries)
@@ -105,7 +103,7 @@ def test_in_bf16_speculation_diverges_no_more_than_another_batch_size_does(folde
         return sum(a != b for a, b in zip(made, other, strict=True))
 
     control = max(differ(off[8], off[16]), differ(off[4], off[16]), differ(off[4], off[8]))
-    for fields in [*list(VARIANTS.values())[1:], *SHIPPED.values()]:
+    for fields in [*list(VARIANTS.values())[1:], SHIPPED["eagle3 head"], SHIPPED["eagle3 head, tree"]]:
         diverged = differ(outputs(folder, 16, entries, dtype="bfloat16", **fields)[1], off[16])
         table = [[diverged, count - diverged], [control, count - control]]
         assert stats.fisher_exact(table, alternative="greater").pvalue > 0.01, (fields, diverged, control)
