@@ -3,8 +3,8 @@
 In a round each finalist and off are started once and measured at every batch size, so that what drifts hits all alike: load by load in
 turn where their servers fit beside each other, else server by server, the order reversed every other time. After each round the funnel
 learns its loads, which may make another configuration a finalist. It ends when the best is apart from off or equal to it, when one more
-round could not make it so, or when the rounds are used up. Two finalists that are nearly equal are not told apart: that takes more
-rounds than choosing the wrong one costs.
+round could not make it so or would cost too much of what all servers would take, or when the rounds are used up. Two finalists that
+are nearly equal are not told apart: that takes more rounds than choosing the wrong one costs.
 
 The winner is chosen by all that was measured, in search and confirmation. Its speed-up, and whether it is clear, come from the
 confirmation alone: what the search picked for its luck has none of that luck here.
@@ -115,6 +115,8 @@ def confirm(
         if settled or result.rounds >= max_rounds or funnel.stop():
             break
         alive = [leader, *(config for config in rivals if config != leader)][:MAX_FINALISTS]
+        if not funnel.affords(len(alive) + 1):
+            break
     return result
 
 

@@ -28,6 +28,8 @@ MARGIN, LEAST_GAIN = 0.01, 0.002
 """In log speed-up: what is not worth a search, and the expected gain beyond it below which nothing more is measured."""
 FREE_SERVERS, FREE_SHARE = 3.0, 0.06
 """What may be spent, off included, before the least gain grows: servers measured at every batch size, or a share of all servers."""
+MOST_SERVERS, MOST_SHARE = 12.0, 0.24
+"""What may be spent, off included, with a further round of confirmation: servers, or a share of all servers."""
 LEAST_WEIGHT = 0.04
 """Batch sizes that hold less of the trace's decode time are predicted, and measured only in confirmation."""
 LOST, ALIKE = 0.02, 0.1
@@ -307,9 +309,16 @@ class Funnel:
 
     def _least_gain(self) -> float:
         """The more was spent, the more must be expected: a long search among near-equals finds none that is better."""
-        server = sum(load.cost_s for load in self.loads if load.config == self.off)
-        spent = 1 + sum(load.cost_s for load in self.loads[self._known :]) / server
-        return LEAST_GAIN * max(1.0, spent / max(FREE_SERVERS, FREE_SHARE * (1 + len(self.candidates)))) ** 2
+        return LEAST_GAIN * max(1.0, self._spent() / max(FREE_SERVERS, FREE_SHARE * (1 + len(self.candidates)))) ** 2
+
+    def _spent(self) -> float:
+        """What off and the loads of this run took, in servers that are measured at every batch size, as off was."""
+        server = sum(load.cost_s for load in self.loads[: self._known] if load.config == self.off)
+        return 1 + sum(load.cost_s for load in self.loads[self._known :]) / server
+
+    def affords(self, servers: int) -> bool:
+        """Whether so many more servers stay within `MOST_SHARE` of all."""
+        return self._spent() + servers <= max(MOST_SERVERS, MOST_SHARE * (1 + len(self.candidates)))
 
     def _doubt(self, config: ServingConfig, batch: int) -> float:
         """How much of the score's uncertainty a batch size holds."""

@@ -96,6 +96,13 @@ def test_a_round_that_contradicts_the_search_is_followed_by_another_in_reverse_o
     assert run(searched(Bench(noisy()), config), config).rounds == 1
 
 
+def test_no_further_round_begins_where_it_would_cost_too_much_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.funnel.search.MOST_SERVERS", 3.0)
+    config = on("eagle3", 3)
+    bench = Bench(noisy(), slow={(config, "confirm1"): 1.3})
+    assert run(searched(bench, config), config, rounds=2).rounds == 1
+
+
 def test_what_the_loads_show_to_be_better_becomes_a_finalist() -> None:
     bench, asked = Bench(noisy()), list[ServingConfig]()
     funnel = searched(bench, on("eagle3", 3), on("eagle3", 6))
