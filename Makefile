@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 test: $(VENV)/.installed-test
-	$(PYTEST_PARALLEL) --numprocesses auto --dist loadfile -m "not slow and not engines"
+	$(PYTEST_PARALLEL) --numprocesses logical --dist loadfile -m "not slow and not engines"
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST_PARALLEL) --numprocesses 3 --dist worksteal -m "slow and not engines"
