@@ -60,10 +60,8 @@ def _joined(row: Row | Drop, result: Mapping[str, Any]) -> Row | Drop:
     if isinstance(row, Drop):
         return row
     response = result.get("response") or {}
-    if result.get("error") or not isinstance(response, dict) or response.get("status_code", 200) != 200:
-        return Drop("failed_upstream")
-    answer = response.get("body") or {}
-    if not isinstance(answer, dict):
+    answer = response.get("body") or {} if isinstance(response, dict) else None
+    if result.get("error") or not isinstance(answer, dict) or response.get("status_code", 200) != 200:
         return Drop("failed_upstream")
     try:
         return {**row, **completion(answer)}

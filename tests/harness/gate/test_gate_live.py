@@ -1,14 +1,13 @@
 """Gates on real servers with a tiny random model: the budget holds, files appear, exit codes are those of the contract."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from backends.types import BackendError, ConfigError
-from benchmarks import faulty_engine
+from benchmarks.gate_real import ENGINE, FAULTS
 from harness.client import unseen
 from harness.gate.cli import gate
 from harness.gate.live import LiveSource
@@ -55,10 +54,9 @@ def test_a_drafter_whose_drafts_are_spoiled_is_red_for_acceptance(tmp_path: Path
     rows = [{"prompt": f"again and again number {i} again and again", "max_tokens": 48, "temperature": 0} for i in range(32)]
     loops = tmp_path / "loops.jsonl"
     loops.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    side = f"--model {tiny_model} --variant ngram --k 4"
     code = gate(
-        baseline=side,
-        candidate=f"{side} --engine '{sys.executable} {Path(faulty_engine.__file__)} --spoil-drafts 0.6'",
+        baseline=f"--model {tiny_model} {ENGINE}",
+        candidate=f"--model {tiny_model} {FAULTS['draft'].candidate}",
         trace=str(loops),
         requests=16,
         max_output_tokens=48,
